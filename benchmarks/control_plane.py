@@ -35,7 +35,7 @@ ROWS = 64
 def stack(root: Path, **settings: str) -> Iterator[Connection]:
     """Start `longshore dev` in a folder, with settings from the environment, and stop it when the block ends.
 
-    What it says goes to standard error: a benchmark's standard output is its JSON.
+    Its messages go to standard error: a benchmark's standard output is its JSON.
     """
     environment = {**os.environ, "LONGSHORE_ROOT": str(root), **settings}
     dev = partial(subprocess.run, env=environment, check=True, stdout=sys.stderr)

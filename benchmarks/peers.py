@@ -13,7 +13,7 @@ cold_start  from nothing to a first step, against torchrun + PEFT (benchmarks/co
 
     tiny   hidden 64, 2 layers, vocabulary 512     real   SmolLM2-135M-Instruct (examples/real_model.py)
 
-Each peer has an environment of its own in `.venv/peers`, of pinned packages, made at the first call. Sides take turns:
+Each peer has its own environment in `.venv/peers`, of pinned packages, made at the first call. Sides take turns:
 in each round each is started once, and the next round begins with another. A side's figure is the time from the end of
 its first step to the end of its last, by the clock and in CPU seconds of all its processes, which other work on
 the machine disturbs less. `ratios` are the peer's figure over ours, of medians over the rounds; above 1 we are faster.
@@ -59,7 +59,7 @@ ENVIRONMENTS = {
 }
 TARGETS: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LETTERS = "def grade(sample, item):\n    return sample['output_text'].count('e') / 8\n"
-ALIKE = 1e-3  # the most by which losses of the same work may differ
+ALIKE = 1e-3  # the largest difference of losses of the same work
 Figures = dict[str, Any]
 
 

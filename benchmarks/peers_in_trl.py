@@ -87,7 +87,7 @@ class Steps(TrainerCallback):
 
 
 def settings_of(work: dict[str, Any], accumulated: int) -> dict[str, Any]:
-    """What both trainers are given: the same numbers as the other side, and no layers that are computed twice."""
+    """Arguments of both trainers: the same numbers as the other side, and no layers that are computed twice."""
     return {
         "output_dir": work["scratch"],
         "max_steps": work["steps"],

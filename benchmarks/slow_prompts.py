@@ -7,7 +7,7 @@ Starts `longshore dev` in a temporary folder, and trains an adapter of a small m
 same prompts and the same work, and take turns, `--rounds` times:
 
     steps_per_s            of all steps but the first: from the first job's end to the last one's
-    sampling_s             the median of what a step waits for its samples
+    sampling_s             the median time that a step waits for its samples
     tokens_mean, _max      of an answer
     lag_mean, _max         versions that trained tokens were behind
     carried                mean of the prompts that a step leaves

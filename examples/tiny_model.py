@@ -188,7 +188,7 @@ def _settings(family: str, sizes: dict[str, Any]) -> dict[str, Any]:
             blocks = [("linear_attention", "full_attention")[layer % 2] for layer in range(num_layers)]
             more = {"layer_types": blocks, "intermediate_size": 2 * size, "position_embedding_type": "nope"}
             return multipliers | mamba | own | more | {"logits_scaling": 1.6}
-        case "lfm2":  # as LFM2-350M: MLPs are of another size than is said, and most layers have no attention
+        case "lfm2":  # as LFM2-350M: MLPs are not of the configured size, and most layers have no attention
             mixers = [("conv", "full_attention")[layer % 2] for layer in range(num_layers)]
             return {"layer_types": mixers, "block_multiple_of": 16}
         case "olmo3":

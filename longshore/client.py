@@ -169,7 +169,7 @@ class NotFound(ServiceError):
 
 
 class Conflict(ServiceError):
-    """The object is in a state in which this cannot be done."""
+    """This cannot be done in the object's state."""
 
 
 class Invalid(ServiceError):

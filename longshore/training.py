@@ -589,7 +589,7 @@ class Watched(Frozen):
 
     @property
     def keeps_by(self) -> str | None:
-        """The metric by which the best weights are kept; None: the last weights are published."""
+        """The metric that decides which weights are kept; None: the last weights are published."""
         chosen = self.best_by or (self.early_stop.metric if self.early_stop else None)
         return (chosen or self._usual_metric) if self.keep == "best" else None
 

@@ -99,7 +99,9 @@ class LayerPass(ABC):
 
 
 class LayerTensors(ABC):
-    """Gives layers their tensors, by the engine's names (shared/families/architecture.py), whole unless methods say so.
+    """Gives layers their tensors, by the engine's names (shared/families/architecture.py).
+
+    They are whole unless a method says otherwise.
 
     Attributes:
         num_ranks: ranks that share out heads.
@@ -172,7 +174,7 @@ class AttentionMixer:
     def __init__(self, tensors: LayerTensors, name: str, layer: int, a: Attention, eps: float) -> None:
         self._layer, self._attention, self._eps = layer, a, eps
         self._sink_Q = tensors.get(f"{name}.sinks")
-        # The order is that in which squares of gradients are added up.
+        # Squares of gradients are added up in this order.
         names = ("qkv", "proj") if isinstance(a, SharedAttention) else ("proj", "qkv")
         linears = {linear: tensors.linear(f"{name}.linear_{linear}") for linear in names}
         self._qkv, self._output = linears["qkv"], linears["proj"]

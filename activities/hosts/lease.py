@@ -326,7 +326,7 @@ class ProcessLease:
     ) -> Iterator[WorkerProcess | None]:
         """Yield a process once it is up, and give it back when the block ends. Yields None if the lease ended first.
 
-        `meet`: makes a context in which a process of several machines meets its other parts; this machine is `node`.
+        `meet`: makes a context; within it a process of several machines meets its other parts; this machine is `node`.
 
         Raises:
             WorkerLost: it ended or did not come up in time, or this host leaves.

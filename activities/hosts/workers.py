@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 class Meeting(Protocol):
     """How a worker's ranks on this machine meet those of its other machines; service/host_http/gangs.py has the rest.
 
-    `at`: the first host's address, to which the others connect. `broken`: why the other parts are lost, once they are.
+    `at`: the first host's address; the others connect to it. `broken`: why the other parts are lost, once they are.
     `leaves`: another part's host is about to leave. `is_leaving`: this host is. `has_met`: a rank of this machine has
     reached the others' store. `is_whole`: all hosts have connected.
     """

@@ -200,7 +200,7 @@ _MODELS_BYTES = 4 << 20
 _LARGE_BYTES = 2 << 20  # longer answers of servers that are not trusted are parsed in a child process
 # Set explicitly: otherwise vLLM takes these from the model's generation_config.json.
 _PLAIN = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-# Events of httpcore after which a connection has a socket.
+# Events of httpcore; after them a connection has a socket.
 _CONNECTED = (
     "connection.connect_tcp.complete",
     "connection.connect_unix_socket.complete",
@@ -495,7 +495,7 @@ class Sampler:
                 problem = f"{type(error).__name__}: {error}"
                 continue
             finally:
-                stop_if_cancelled()  # whatever comes of a connection that was shut down
+                stop_if_cancelled()  # whatever a connection that was shut down raises
             if 200 <= status < 300:
                 return content
             told = _reported(content)  # which need not have OpenAI's shape

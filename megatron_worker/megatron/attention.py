@@ -37,8 +37,9 @@ from shared.families.architecture import Architecture, Attention, DeltaNet, Mamb
 
 # --- Attention within the sequences of a bin, without masks: no token sees another sequence ---
 #
-# A bin's `BinPlan` is made once and used by all layers: where its sequences begin, the rotary tables of its positions,
-# and the chunks of its recurrences. Trees of sequences that share prefixes are computed in tree_attention.py.
+# A bin's `BinPlan` is made once and used by all layers: the beginnings of its sequences, the rotary tables of its
+# positions, and the chunks of its recurrences. Trees of sequences that share prefixes are computed in
+# tree_attention.py.
 #
 # Shape suffixes: T tokens of a bin, S sequences, H query heads of this rank, G key/value heads, X either, D size of a
 # head, E half of it.

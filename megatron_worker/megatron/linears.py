@@ -94,7 +94,7 @@ class TrainedTensors(LayerTensors):
     """Makes this rank's parameters, their values undefined, as they are asked for.
 
     Attributes:
-        parameters: by the names of slices, on the CPU, in the order in which they were made.
+        parameters: by the names of slices, on the CPU, in the order of their making.
         constants: what is never trained, on the rank's device: float32 in any dtype.
         linears: by their names.
         stacked: the stacks of experts, by the names of what they are in.

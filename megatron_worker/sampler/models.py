@@ -93,7 +93,7 @@ class Models:
         self._synced: SyncedWeights | None = None
         self._num_held = 0
         self._let_go = threading.Condition()
-        self._renewed: LoadedAdapter | None = None  # weights being written, with which running samples will continue
+        self._renewed: LoadedAdapter | None = None  # weights being written; running samples will continue with them
         self._generator = generator
         self._max_model_len = max_model_len
         self._adapters: dict[str, LoadedAdapter] = {}

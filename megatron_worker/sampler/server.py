@@ -71,7 +71,7 @@ class _Exchange(BaseHTTPRequestHandler):
     """One connection, any number of requests."""
 
     protocol_version = "HTTP/1.1"
-    timeout = 120  # seconds until a silent connection is closed, not counting the time in which an answer is made
+    timeout = 120  # seconds until a silent connection is closed, not counting the time that an answer takes
     wbufsize = -1
     server: Server
     _body_is_unread = False

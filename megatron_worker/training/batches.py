@@ -133,7 +133,7 @@ class PackedBatches:
         return np.searchsorted(ends, units, side="right")
 
     def by_source(self, loss: LossFunction) -> LossFunction:
-        """Return a loss that also reports `loss_NAME` of each source of a mixture. What it trains is the same.
+        """Return a loss that also reports `loss_NAME` of each source of a mixture. It trains the same.
 
         A source's is the same loss of the same scores, with a weight of 0 for all targets that are not its own.
         """

@@ -1,4 +1,4 @@
-"""Buckets of weights, which of their elements have changed, and the messages that say so."""
+"""Buckets of weights, which of their elements have changed, and the messages about them."""
 
 import hashlib
 import math

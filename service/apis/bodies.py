@@ -345,7 +345,7 @@ _OF_REQUEST = ("tenant", "asking", "owner")
 def add_operations(
     router: APIRouter, sent: Mapping[str, Any], *operations: Operation, dependencies: Sequence[Any] = ()
 ) -> None:
-    """Add operations to a router, each of which calls a method of the backend, and is described as that is.
+    """Add operations to a router. Each calls a method of the backend, and has its description.
 
     The method's `tenant`, `asking` and `owner` are those of the request's key. A method with none of them is about a
     run, which must be the tenant's. Its models are bodies. Any other parameter that `sent` does not have stays at its

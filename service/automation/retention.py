@@ -407,7 +407,7 @@ def _delete(store: ObjectStore, policy: RetentionSettings, census: Census, each:
         return None
     if run is not None:
         is_asked_for = claim.users.get(run.run_id, 0.0) > max(run.ended_at or 0.0, time.time() - _RESUMING_S)
-        is_resumed = is_asked_for or not has_ended(store, run.run_id)  # it goes on again, or is about to
+        is_resumed = is_asked_for or not has_ended(store, run.run_id)  # it runs again, or is about to
         return None if is_resumed else _delete_parts(store, policy, each, run, claim.until)
     if claim.users != census.users.get(each.unit, {}):
         return None  # a run began after the census, has ended, and may have published

@@ -1,4 +1,4 @@
-"""What the store has of a run: events, train steps, metrics, checkpoints; job files, reports, rollouts as text.
+"""A run's parts in the store: events, train steps, metrics, checkpoints; job files, reports, rollouts as text.
 
 Also the overview next to a list of runs, and the installation's gauges.
 """

@@ -381,7 +381,7 @@ def run_row(record: RunRecord, status: RunStatus) -> RunRow:
 
 
 def forget(session: Session, removed: RemovedRow) -> None:
-    """Put a removed run's row into the place of its own: its GPU seconds still count."""
+    """Put a removed run's row where its own was: its GPU seconds still count."""
     session.merge(removed)
     session.execute(delete(RunRow).where(RunRow.run_id == removed.run_id))
     forget_stored(session, removed.tenant, removed.run_id)

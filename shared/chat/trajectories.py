@@ -218,7 +218,7 @@ def sequences_of_turns(turns: Iterable[DrawnTurn]) -> list[DrawnSequence]:
 
 
 class TokenSequence(Frozen):
-    """Ids in the order in which the model saw them: prompt, answers and tool results.
+    """Ids in the order that the model saw them: prompt, answers and tool results.
 
     `sampled`, `logprobs`, `token_ids` and `policy_versions` have one length L. `logprobs` are the sampler's, in nats;
     they are read only where `sampled` is true. `routes`: for a run's own samples, the positions of the prompt's and the

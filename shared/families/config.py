@@ -209,7 +209,7 @@ class DenseConfig(BaseModel):
         found = [each for each in self.prefixes[1:] if any(name.startswith(f"{each}.") for name in names)]
         return self.model_copy(update={"tensor_prefix": found[0]}) if found else self
 
-    # --- The architecture, a part a method: a family overrides those in which it differs ---
+    # --- The architecture, a part a method: a family overrides what differs ---
 
     def architecture(self) -> Architecture:
         """Return the architecture, including the family's settings that are not in the config."""

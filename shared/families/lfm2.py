@@ -39,7 +39,7 @@ class Lfm2Config(DenseConfig):
 
     @property
     def ffn_size(self) -> int:
-        """The size of MLPs: with `block_auto_adjust_ff_dim` two thirds of what is said, scaled and rounded up."""
+        """The size of MLPs: with `block_auto_adjust_ff_dim` 2/3 of the configured size, scaled and rounded up."""
         if not self.block_auto_adjust_ff_dim:
             return self.intermediate_size
         size = int(2 * self.intermediate_size / 3)

@@ -265,7 +265,8 @@ def _endless(tokens_U: Indices, cut: Cut) -> Iterator[Indices]:
 def _orders(num_units: int, cut: Cut) -> Iterator[Indices]:
     """Yield the order of the units of each epoch: a shuffle of all; of a mixture, each source's own shuffles in turn.
 
-    A source goes on where the epoch before has left it, and is shuffled again whenever all of its units were drawn.
+    A source continues after the last row of the epoch before. It is shuffled again whenever all of its units were
+    drawn.
     """
     if not cut.sources:
         yield from (epoch_order(num_units, cut.seed, epoch) for epoch in count())

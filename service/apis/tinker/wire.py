@@ -197,7 +197,7 @@ def decompressed(body: bytes, encoding: str) -> bytes:
 def head_of(body: bytes) -> tuple[str, int]:
     """Return a request's model and number, which are known though other parts may be broken; 0 of no model if none is.
 
-    What is behind them is skipped, so that no object is made of it.
+    The bytes behind them are skipped: no object is made of those.
     """
     head = MESSAGES["Head"]()
     try:
