@@ -57,6 +57,7 @@ _FORGET_EVERY_S = 600.0
 _LONGEST_PAUSE_S = 10.0
 _LAST_ANSWERS_S = 2.0
 _THREADS = 64
+_SWITCH_S = 0.0005  # the event loop waits this long for each thread that computes: Python's own 5 ms are felt
 
 ROUTERS = (
     runs_api.open_router,
@@ -276,6 +277,7 @@ def _server(settings: Settings, allowed_hosts: Sequence[str] | None, host: str, 
     # requests by a tenth of a second.
     gc.collect()
     gc.freeze()
+    sys.setswitchinterval(_SWITCH_S)
     private_folder(settings.root_path)
     decoding.prepare_children()
     return uvicorn.Server(config(app, settings.trusted_proxies, host=host, port=port, timeout_graceful_shutdown=3))

@@ -18,6 +18,7 @@ from starlette.types import Receive
 from activities.sandbox.calls import Child, Limits, Server, machine_bytes
 from activities.sandbox.child import types_of
 from service.accounts.limits import FairShare
+from service.database.engine import KeyedLocks
 from service.files import Incoming, Received, uploads_folder
 from shared.settings import Settings
 
@@ -30,6 +31,7 @@ _MEMORY_BYTES, _LARGE_MEMORY_BYTES = 1 << 30, 2 << 30
 _CPU_S, _LARGE_CPU_S = 10, 120
 _SILENCE_S = 300.0
 _FILE_BYTES = 1 << 30
+_AT_ONCE = 16  # small requests of a tenant
 _PREPARED_AFTER_S = 30.0  # a service that starts has other work, and smaller bodies are read without children
 _server = Server(("numpy", "service.app"), "decoder", niceness=10)  # whose routes have the decoders of bodies
 
@@ -43,6 +45,15 @@ class Decoding:
         self._room = asyncio.Semaphore(max(limits.bodies + 1, machine_bytes() // _LARGE_MEMORY_BYTES))
         self._incoming = Incoming(uploads_folder(settings.root_path))
         self.scratch = self._incoming.scratch
+        self._turns = KeyedLocks(_AT_ONCE)
+
+    def turn(self, tenant: str) -> asyncio.Semaphore:
+        """Return what a tenant's request holds while this process works on it, and not while it waits for a result.
+
+        Hundreds that come at once would otherwise share the event loop in small steps, and each short request beside
+        them, of whatever tenant, would wait for a step of each of them, several times.
+        """
+        return self._turns.of(tenant)
 
     async def call(
         self,
@@ -111,6 +122,12 @@ class Decoding:
         tenant = request.state.principal.tenant
         async with self._incoming.received(tenant, request.stream(), admit) as body:
             yield body
+
+
+async def small_body(request: Request) -> bytes | None:
+    """Receive the body of a request that names a small length. None: it names another or none, and nothing is read."""
+    length = request.headers.get("content-length", "")
+    return await request.body() if length.isdigit() and int(length) <= SMALL_BYTES else None
 
 
 async def _frame(limits: Limits, function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytearray:

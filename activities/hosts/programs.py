@@ -42,7 +42,8 @@ _log = logging.getLogger(__name__)
 # Its libraries must start no threads while they are imported. Each program sets its own number of threads.
 _SINGLE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 _ROOM = {"LONGSHORE_ROOM": " " * 1024}  # a fork's title takes the place of its server's variables
-_server = Server((), "worker", added=SPIN_COUNT | _SINGLE | _ROOM, isolates=False)
+_NICENESS = 5  # a computation of minutes on processors that requests of milliseconds need, too
+_server = Server((), "worker", added=SPIN_COUNT | _SINGLE | _ROOM, isolates=False, niceness=_NICENESS)
 os.register_at_fork(after_in_child=_server.forget_parents)
 _turn = threading.Lock()  # for the three below
 _num_starting = 0
@@ -71,9 +72,12 @@ def start(command: Sequence[str], environment: Mapping[str, str], stdout: int, s
                 return _fork(command, environment, stdout, stderr, imports)
         except (OSError, EOFError) as error:
             _log.warning("%s starts as a process of its own: %s", command[3], error or "its server has ended")
-    return subprocess.Popen(
+    program = subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, start_new_session=True
     )
+    with suppress(OSError):  # it has ended
+        os.setpriority(os.PRIO_PROCESS, program.pid, _NICENESS)
+    return program
 
 
 def prepare(command: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 from fastapi import Depends, Request
@@ -18,7 +19,7 @@ from sqlalchemy.orm import Session
 from longshore.accounts import ALL_SCOPES, KeyHolder, KeyView, NewKey, Scope, hash_key, new_key
 from longshore.runs import FIRST_TENANT
 from service.accounts import audit
-from service.database.engine import Database, KeyRow, SignInRow
+from service.database.engine import Database, KeyRow, Recent, SignInRow
 from shared.errors import Conflict, DatabaseUnavailable, Forbidden, InvalidInput, NotFound
 from shared.settings import Settings
 
@@ -99,7 +100,6 @@ logger = logging.getLogger("longshore.service")
 BOOTSTRAP = "bootstrap"
 """The id of the key in the service's settings. It is an admin's key of the first tenant, and has no row in a table."""
 _MADE_HERE = re.compile(r"^(?P<shown>ls-[0-9a-f]{12})-[A-Za-z0-9_-]{43}$")
-_TRUSTED_S = 2.0  # a revocation by another process takes effect here within this time
 _USE_NOTED_S = 60.0
 COOKIE = "longshore_session"
 CSRF_HEADER = "x-csrf-token"
@@ -116,7 +116,7 @@ class Keys:
         self._bootstrap = [settings.api_key_sha256] if settings.api_key_sha256 else []
         if settings.api_key:
             self._bootstrap.append(hash_key(settings.api_key))
-        self._trusted: dict[str, tuple[float, KeyRow]] = {}
+        self._recent = Recent[KeyRow]()
         self._noted: dict[str, float] = {}
 
     @property
@@ -152,16 +152,9 @@ class Keys:
         return row is not None and _is_good(row)
 
     async def _row(self, sha256: str) -> KeyRow | None:
-        since, row = self._trusted.get(sha256, (0.0, None))
-        if row is None or time.monotonic() - since > _TRUSTED_S:
-            asked = time.monotonic()
-            query = select(KeyRow).where(KeyRow.sha256 == sha256)
-            row = await self._database.reading(lambda session: session.scalars(query).one_or_none())
-            if row is None:
-                self._trusted.pop(sha256, None)
-            else:
-                self._trusted[sha256] = asked, row
-        return row
+        query = select(KeyRow).where(KeyRow.sha256 == sha256)
+        find = partial(self._database.reading, lambda session: session.scalars(query).one_or_none())
+        return await self._recent.of(sha256, find=find)
 
     async def _note_use(self, key_id: str) -> None:
         now = time.time()
@@ -235,7 +228,7 @@ class Keys:
 
         row = await self._database.writing(end)
         audit.touched(key_id)
-        self._trusted.pop(row.sha256, None)
+        self._recent.forget(row.sha256)
         return _view(row)
 
 

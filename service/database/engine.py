@@ -2,14 +2,15 @@
 
 import asyncio
 import logging
+import math
 import random
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 from weakref import WeakValueDictionary
 
 from alembic import command
@@ -269,13 +270,45 @@ class AuditRow(Table):
 
 
 class KeyedLocks:
-    """A lock for each key. It exists while a task holds it or waits for it."""
+    """A lock for each key, which `places` tasks may hold at once. It exists while a task holds it or waits for it."""
 
-    def __init__(self) -> None:
-        self._locks: WeakValueDictionary[tuple[str, ...], asyncio.Lock] = WeakValueDictionary()
+    def __init__(self, places: int = 1) -> None:
+        self._places = places
+        self._locks: WeakValueDictionary[tuple[str, ...], asyncio.Semaphore] = WeakValueDictionary()
 
-    def of(self, *key: str) -> asyncio.Lock:
-        return self._locks.setdefault(key, asyncio.Lock())
+    def of(self, *key: str) -> asyncio.Semaphore:
+        return self._locks.setdefault(key, asyncio.Semaphore(self._places))
+
+
+RecordT = TypeVar("RecordT")
+_MOST_TRUSTED = 4096
+
+
+class Recent(Generic[RecordT]):
+    """Records that were found less than `trusted_s` ago, so that not every request reads them anew.
+
+    A change by another process takes effect here within this time, and one by this process at once if it is forgotten.
+    """
+
+    def __init__(self, trusted_s: float = 2.0) -> None:
+        self._trusted_s = trusted_s
+        self._found: dict[tuple[str, ...], tuple[float, RecordT]] = {}
+
+    async def of(self, *key: str, find: Callable[[], Awaitable[RecordT | None]]) -> RecordT | None:
+        """Return the record of a key, as `find` finds it or has found it. That there is none is not remembered."""
+        since, record = self._found.get(key, (-math.inf, None))
+        if time.monotonic() - since > self._trusted_s:
+            asked = time.monotonic()
+            if (record := await find()) is None:
+                self.forget(*key)
+            else:
+                if len(self._found) >= _MOST_TRUSTED:
+                    self._found.clear()
+                self._found[key] = asked, record
+        return record
+
+    def forget(self, *key: str) -> None:
+        self._found.pop(key, None)
 
 
 # --- The database: SQLite in a file, or PostgreSQL by URL. Short transactions, in dedicated threads ---
@@ -288,7 +321,11 @@ _CONNECT_S = 5
 
 
 class Database:
-    """Transactions. Blocking, except `reading` and `writing`. Returned rows stay readable afterwards."""
+    """Transactions. Blocking, except `reading` and `writing`. Returned rows stay readable afterwards.
+
+    Attributes:
+        recent: records of clients that each of their requests needs. What may change in them is not read from here.
+    """
 
     def __init__(self, url: str) -> None:
         """
@@ -299,6 +336,7 @@ class Database:
             InvalidInput: another kind of database.
         """
         self.engine = _engine(url)
+        self.recent = Recent[Any](60.0)
         self._writer = self.engine.execution_options(writes=True)
         # SQLite has one writer at a time, whom others would wait for in threads that readers need.
         self._writers = ThreadPoolExecutor(1 if self.is_sqlite else _THREADS, "database-writer")

@@ -50,6 +50,10 @@ from shared.storage.store import ObjectStore
 HEADERS_S = 20.0
 """Seconds from the first byte of a request, or from the connection, to the end of its headers."""
 _MOST_HEADER_BYTES = 16 << 10
+# Longer than clients keep an unused connection (httpx, and all SDKs on it: 5 s, as uvicorn does unless it is told
+# otherwise). Else some requests meet a connection that the service is closing.
+_KEEP_ALIVE_S = 20
+_MOST_IN_A_ROW = 32
 _MOST = 2048  # at a TLS port each takes some 310 KiB before its client has proved anything: asyncio's buffer
 
 
@@ -62,12 +66,19 @@ class BoundedListener(socket.socket):
 
     def __init__(self, listener: socket.socket, most: int = _MOST) -> None:
         super().__init__(fileno=listener.detach())
+        self._in_a_row = 0
         may_open = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._most = most if may_open == resource.RLIM_INFINITY else min(most, may_open // 3)
         self._accepted: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Raises BlockingIOError: no connection is waiting, or the one that was had to be closed."""
+        """Raises BlockingIOError: no connection is waiting, or the one that was had to be closed.
+
+        Or it is the turn of others: asyncio accepts until then, and a thousand would hold its loop for a second.
+        """
+        self._in_a_row = (self._in_a_row + 1) % _MOST_IN_A_ROW
+        if not self._in_a_row:
+            raise BlockingIOError
         connection, address = super().accept()
         if len(self._accepted) >= self._most:  # closed ones count until they are collected
             self._accepted = weakref.WeakSet(each for each in self._accepted if each.fileno() >= 0)
@@ -169,6 +180,7 @@ def config(app: ASGIApp, trusted_proxies: Sequence[IPvAnyNetwork] = (), **option
         access_log=False,  # the edge logs, with request ids
         log_config=None,
         server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
         **options,
     )
 

@@ -183,7 +183,7 @@ class ArtModels:
     _untrained: UntrainedModels
     _locks: KeyedLocks = field(default_factory=KeyedLocks)
 
-    def lock(self, model_id: str) -> asyncio.Lock:
+    def lock(self, model_id: str) -> asyncio.Semaphore:
         """Return the lock to hold while a model is given a job, since each job starts from the one before."""
         return self._locks.of(model_id)
 

@@ -10,6 +10,7 @@ import hmac
 import re
 import secrets
 import time
+from functools import partial
 
 from longshore.accounts import hash_key
 from longshore.fields import Frozen
@@ -17,12 +18,12 @@ from longshore.views import EndedEpisode, EpisodeRequest, EpisodeSampling, Episo
 from service.accounts import audit
 from service.accounts.keys import Principal
 from service.accounts.tenants import Documents
-from service.database.engine import KeyedLocks
+from service.database.engine import KeyedLocks, Recent
 from service.inference.questions import Inference, Reply, StreamedAnswer
 from shared.chat import episodes
 from shared.chat.episodes import IMPOSED, EpisodeTurn, TurnPlace, digest_of
 from shared.chat.messages import ChatCompletion, ChatRequest
-from shared.errors import InvalidInput
+from shared.errors import InvalidInput, NotFound
 from shared.settings import Settings
 from shared.storage.store import ObjectStore
 
@@ -33,8 +34,6 @@ ADDRESS = re.compile(
 """The path of a request to an episode's address."""
 PATHS = frozenset(("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"))
 """What an episode's address answers."""
-_TRUSTED_S = 2.0  # an end that another process has heard of takes effect here within this time
-_MOST_TRUSTED = 4096
 
 
 class Episode(Frozen):
@@ -63,7 +62,7 @@ class Episodes:
         self._store = store
         self._api_url = settings.api_url.rstrip("/")
         self._kept_s, self._max_bytes = settings.serving.answers_kept_s, settings.serving.answers_max_bytes
-        self._trusted: dict[str, tuple[Principal, float]] = {}
+        self._recent = Recent[Episode]()
         self._locks = KeyedLocks()
 
     async def begin(self, tenant: str, request: EpisodeRequest) -> EpisodeView:
@@ -115,7 +114,7 @@ class Episodes:
         await self._documents.change(
             tenant, episode_id, lambda e: e if e.ended_at else e.model_copy(update={"ended_at": now}), always=True
         )
-        self._trusted.clear()
+        self._recent.forget(tenant, episode_id)
         end = await asyncio.to_thread(episodes.end_episode, self._store, tenant, episode_id)
         told = EndedEpisode(num_turns=len(end.answer_ids), **end.model_dump(exclude={"answer_ids"}))
         return _view(
@@ -129,18 +128,14 @@ class Episodes:
 
         Raises DatabaseUnavailable.
         """
-        given = hash_key(secret)
-        found, until = self._trusted.get(given, (None, 0.0))
-        if found is not None and time.monotonic() < until and found.key_id == episode_id and found.tenant == tenant:
-            return found
-        episode = await self._documents.find(tenant, episode_id)
-        if episode is None or not hmac.compare_digest(episode.secret_sha256, given) or _is_over(episode):
+        episode = await self._known(tenant, episode_id)
+        if episode is None or not hmac.compare_digest(episode.secret_sha256, hash_key(secret)) or _is_over(episode):
             return None
-        if len(self._trusted) >= _MOST_TRUSTED:
-            self._trusted.clear()
-        holder = Principal(tenant=tenant, key_id=episode_id, title="an episode", scopes=frozenset({"inference"}))
-        self._trusted[given] = holder, time.monotonic() + _TRUSTED_S
-        return holder
+        return Principal(tenant=tenant, key_id=episode_id, title="an episode", scopes=frozenset({"inference"}))
+
+    async def _known(self, tenant: str, episode_id: str) -> Episode | None:
+        find = partial(self._documents.find, tenant, episode_id)
+        return await self._recent.of(tenant, episode_id, find=find)
 
     async def answer(
         self, asking: Principal, asked: ChatRequest, draft: StreamedAnswer | None
@@ -149,7 +144,8 @@ class Episodes:
 
         Raises NotFound: the episode is gone; and what `Inference.chat` raises.
         """
-        episode = await self._documents.get(asking.tenant, asking.key_id)
+        if (episode := await self._known(asking.tenant, asking.key_id)) is None:
+            raise NotFound("the episode is gone")
         if asked.n not in (None, 1):
             raise InvalidInput("one answer a question: an episode goes on from one", "n")
         drawn = _imposed(asked, episode)

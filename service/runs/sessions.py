@@ -1,10 +1,12 @@
 """Messages to a run while it goes: updates, training steps, a session's commands."""
 
 import asyncio
+import bisect
 import math
 import time
 import weakref
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -22,6 +24,7 @@ from longshore.training import Full, Lora
 from longshore.views import CommandView, RunView, StepStatus
 from service.accounts import audit
 from service.accounts.tenants import Quotas
+from service.database.engine import Recent
 from service.host_http.connections import SessionHosts
 from service.runs.rows import RunRows, Uses
 from service.runs.runs import Runs
@@ -176,6 +179,7 @@ class TrainSteps:
 
 # --- Sessions behind the API: stores commands before they are acknowledged, and reads their results ---
 
+ASK_AT_ONCE = 4  # of those who wait for results of a session
 _ASK_EACH_S = 3.0  # between looks into the store for a result that no host has sent, and at the session's state
 # A command without a result for this long may wait for an earlier one that never came, which the workflow has to know.
 _SLOW_S = 0.25
@@ -208,6 +212,38 @@ class _Notices:
 
 
 @dataclass(eq=False)
+class ResultLine:
+    """Requests that wait for results of a session, by their commands' numbers.
+
+    A session does its commands in order, so there is no result for those behind. If all of hundreds asked its host,
+    each again every few seconds, this process would do little else.
+    """
+
+    places: list[tuple[int, int, asyncio.Future[None]]] = field(default_factory=list)
+    num_came: int = 0
+
+    @asynccontextmanager
+    async def place(self, number: int, wait_s: float) -> AsyncIterator[bool]:
+        """Wait in line for a `with` block. Yields True as soon as only `ASK_AT_ONCE` are at the front, else False."""
+        self.num_came += 1
+        place = number, self.num_came, asyncio.get_running_loop().create_future()
+        bisect.insort(self.places, place, key=lambda each: each[:2])
+        self._call()
+        try:
+            if not place[2].done():
+                await asyncio.wait([place[2]], timeout=wait_s)
+            yield place[2].done()
+        finally:
+            self.places.remove(place)
+            self._call()
+
+    def _call(self) -> None:
+        for _, _, is_at_front in self.places[:ASK_AT_ONCE]:
+            if not is_at_front.done():
+                is_at_front.set_result(None)
+
+
+@dataclass(eq=False)
 class Sessions:
     """Hands commands to sessions, and reads their results."""
 
@@ -222,6 +258,8 @@ class Sessions:
     _pruned_until: float = 0.0
     _told: dict[tuple[str, int], float] = field(default_factory=dict)  # when a workflow heard of a command
     _notices: weakref.WeakValueDictionary[str, _Notices] = field(default_factory=weakref.WeakValueDictionary)
+    _recent: Recent[RunRecord] = field(default_factory=Recent)
+    _lines: weakref.WeakValueDictionary[str, ResultLine] = field(default_factory=weakref.WeakValueDictionary)
 
     async def send(self, tenant: str, run_id: str, number: int, asked: Asked | bytes, wait_s: float) -> CommandView:
         """Accept a command, to be done after those of lower numbers. Sending it again has no further effect.
@@ -322,7 +360,8 @@ class Sessions:
                 notice.is_sent = True
 
     async def _record(self, tenant: str, run_id: str) -> RunRecord:
-        record = await self._runs.record(tenant, run_id)
+        record = await self._recent.of(tenant, run_id, find=partial(self._runs.record, tenant, run_id))
+        assert record is not None
         if record.run.kind != "session":
             raise Conflict(f"{run_id} is no session")
         return record
@@ -393,10 +432,15 @@ class Sessions:
         `command`: one that was just accepted. Raises Conflict if its session takes no more commands.
         """
         run_id, end, look_at = record.run_id, time.monotonic() + wait_s, 0.0
-        key = RunKeys(run_id).command_result(number)
+        key, line = RunKeys(run_id).command_result(number), self._lines.setdefault(record.run_id, ResultLine())
+        if command is not None and len(line.places) >= ASK_AT_ONCE:
+            await self._hosts.ask(run_id, number, 0, command)
         while True:
-            ask_s = max(0.0, min(_ASK_EACH_S, end - time.monotonic()))
-            reply = await self._hosts.ask(run_id, number, ask_s, command or b"")
+            async with line.place(number, max(0.0, end - time.monotonic())) as is_at_front:
+                if not is_at_front:
+                    return CommandView(number=number, state="waiting")
+                ask_s = max(0.0, min(_ASK_EACH_S, end - time.monotonic()))
+                reply = await self._hosts.ask(run_id, number, ask_s, command or b"")
             if (data := reply.result or await asyncio.to_thread(self._read, key)) is not None:
                 return await asyncio.to_thread(_view, data)
             if not reply.is_served or ask_s >= _SLOW_S:

@@ -94,7 +94,7 @@ class Held:
 
     def ended(self) -> BaseException | None:
         """Wait for the end; what it ended with."""
-        self.thread.join(60)
+        self.thread.join(300)
         assert not self.thread.is_alive()
         return self.error
 

@@ -5,13 +5,16 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from activities.hosts.session import ServedSessions
+from service.database.engine import Recent
 from service.host_http.answers import session_routes
 from service.host_http.connections import HostClients, HostReply, SessionHosts, serving
+from service.runs.sessions import ASK_AT_ONCE, ResultLine
 from shared.errors import StoreUnavailable
 from shared.runs.start import MOST_TOLD_BYTES
 from shared.settings import Settings
@@ -99,6 +102,50 @@ async def test_without_a_host_the_store_is_asked_once_a_second_and_less_often_th
     while time.monotonic() < began + 3:
         await asyncio.gather(*(wait(number) for number in range(1, 20)))
     assert store.num_reads <= 6 + (time.monotonic() - began)  # at first sooner
+
+
+async def test_of_those_who_wait_the_first_ask_the_host() -> None:
+    line, at_front, ends = ResultLine(), asyncio.Queue[int](), {number: asyncio.Event() for number in range(12)}
+
+    async def wait(number: int) -> None:
+        async with line.place(number, 3600) as is_at_front:
+            assert is_at_front
+            at_front.put_nowait(number)
+            await ends[number].wait()
+
+    waiting = {number: asyncio.create_task(wait(number)) for number in range(1, 12)}
+    assert [await at_front.get() for _ in range(ASK_AT_ONCE)] == [1, 2, 3, 4] and at_front.empty()
+    ends[2].set()
+    assert await at_front.get() == 5 and at_front.empty()
+    late = asyncio.create_task(wait(0))
+    assert await at_front.get() == 0, "an earlier command passes those who have asked before"
+    async with line.place(7, 0.01) as is_at_front:
+        assert not is_at_front, "it takes longer"
+    for end in ends.values():
+        end.set()
+    await asyncio.gather(late, *waiting.values())
+    assert {at_front.get_nowait() for _ in range(6)} == set(range(6, 12)) and not line.places
+
+
+async def test_what_was_found_a_moment_ago_is_not_read_again() -> None:
+    reads, found = list[str](), dict[str, str]()
+
+    async def find(key: str) -> str | None:
+        reads.append(key)
+        return found.get(key)
+
+    recent = Recent[str](trusted_s=3600)
+    for _ in range(2):
+        assert await recent.of("a", find=partial(find, "a")) is None
+    found["a"] = "first"
+    for _ in range(3):
+        assert await recent.of("a", find=partial(find, "a")) == "first"
+    assert reads == ["a"] * 3, "that there is none is not remembered"
+    found["a"] = "second"
+    recent.forget("a")
+    assert await recent.of("a", find=partial(find, "a")) == "second"
+    stale = Recent[str](trusted_s=0)
+    assert [await stale.of("a", find=partial(find, "a")) for _ in range(2)] == ["second"] * 2 and len(reads) == 6
 
 
 def test_results_reach_whoever_waits_in_any_thread() -> None:

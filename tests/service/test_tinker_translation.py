@@ -3,7 +3,6 @@
 import json
 import math
 from base64 import urlsafe_b64encode
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,10 +33,10 @@ from service.apis.tinker.records import (
 from service.apis.tinker.translation import (
     command_of,
     head_of,
-    make_command,
+    loss_and_command,
     policy_loss,
     scores_and_metrics,
-    write_scores,
+    scores_of,
 )
 from service.apis.tinker.wire import MAX_MESSAGE_BYTES, batch_of, error_body, plain_body, tinker_key
 from service.database import engine
@@ -194,16 +193,14 @@ def test_results_have_a_number_for_each_place() -> None:
     assert named == {"loss:sum": 13.0}
 
 
-def test_an_answer_is_of_the_loss_that_was_sent(tmp_path: Path) -> None:
+def test_an_answer_is_of_the_loss_that_was_sent() -> None:
     """Its name stands in the id of the request, which a client may change."""
-    asked, made = tmp_path / "asked", tmp_path / "made"
+    asked = translated(batch())
     scores = CommandResult(number=1, kind="forward_backward", data=(TokenScores(logprobs=(-1.0, -2.0, -3.0)),))
-    asked.write_bytes(translated(batch()))
-    write_scores(str(asked), AskedLoss(name="cross_entropy"), scores, str(made))
-    assert made.stat().st_size
+    assert scores_of(asked, AskedLoss(name="cross_entropy"), scores)
     for other in ("ppo", "nothing"):
         with pytest.raises(NotFound):
-            write_scores(str(asked), AskedLoss(name=other), scores, str(made))
+            scores_of(asked, AskedLoss(name=other), scores)
 
 
 @pytest.mark.parametrize("name", SPOILT)
@@ -231,9 +228,9 @@ def test_bodies_are_bounded_and_whole() -> None:
         batch_of(body[:-2])
 
 
-def test_a_small_body_makes_no_large_work(tmp_path: Path) -> None:
+def test_a_small_body_makes_no_large_work() -> None:
     """Three hundred bytes held the service for half a minute."""
-    chunks, head, path = b"\x0a\x02\x0a\x00" * 300_000, b"\x0a\x01m\x10\x07", tmp_path / "body"
+    chunks, head = b"\x0a\x02\x0a\x00" * 300_000, b"\x0a\x01m\x10\x07"
     for datum, rule in (
         (chunks, "at most 65,536 chunks"),
         (b"\x7b\x7c" + chunks, "at most 65,536 chunks"),
@@ -241,10 +238,10 @@ def test_a_small_body_makes_no_large_work(tmp_path: Path) -> None:
         (b"\x12\x00" * 200_001, "at most 32 inputs"),
         (b"\x22\x00" * 200_001, "at most 65,536 chunks of an input, and spans"),
     ):
-        path.write_bytes(compressed(head + b"\x1a" + _VarintBytes(len(datum)) + datum, 19))
+        sent = compressed(head + b"\x1a" + _VarintBytes(len(datum)) + datum, 19)
         with pytest.raises(InvalidInput, match=rule):
-            make_command(str(path), "zstd", str(tmp_path / "made"))
-        assert head_of(str(path), "zstd").seq_id == 7, "the model's next request has the next number"
+            loss_and_command(sent, "zstd")
+        assert head_of(sent, "zstd").seq_id == 7, "the model's next request has the next number"
     with pytest.raises(InvalidInput, match="from 1 to 65,536"):
         batch_of(head + b"\x1a\x00" * 65_537)
     shape = batch()

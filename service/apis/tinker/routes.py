@@ -6,7 +6,7 @@ import re
 import secrets
 import time
 from base64 import urlsafe_b64encode
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
@@ -27,6 +27,7 @@ from service.apis.bodies import JsonBody, JsonRoute, file_answer, tar_answer
 from service.apis.tinker import translation
 from service.apis.tinker.records import (
     AdamParams,
+    AskedLoss,
     AtGateway,
     CheckpointKind,
     CheckpointRecord,
@@ -58,6 +59,7 @@ from service.apis.tinker.records import (
 from service.apis.tinker.samples import weights_of
 from service.apis.tinker.wire import MAX_MESSAGE_BYTES, PROTOBUF, TINKER, TINKER_FILES
 from service.backend import Backed, Backend
+from service.decoding import small_body
 from service.files import PublishedFiles
 from service.inference.published_models import PublishedModel
 from service.sealing import seal_keys
@@ -137,7 +139,7 @@ async def create_session(body: JsonBody[CreateSession], gateway: AtGateway) -> d
 
 @sessions_router.post("/session_heartbeat", dependencies=TRAINS_OR_SAMPLES)
 async def heartbeat(body: JsonBody[OfSession], gateway: AtGateway) -> dict[str, str]:
-    await gateway.records.find(SessionRecord, body.session_id)
+    await gateway.records.known(SessionRecord, body.session_id)
     return {"type": "session_heartbeat"}
 
 
@@ -246,19 +248,35 @@ async def forward_backward(request: Request, gateway: AtGateway) -> Future:
         raise HTTPException(415, f"data comes as {PROTOBUF}: clients since 0.30 send it so")
     encoding = request.headers.get("content-encoding", "").strip().lower()
     decoding = gateway.backend.decoding
-    async with decoding.received(request, MAX_MESSAGE_BYTES) as body, decoding.scratch() as made:
-        is_small = await asyncio.to_thread(translation.is_small, body, encoding)
+    small = await small_body(request)
+    if small is not None and translation.is_small(small, encoding):
+        made = partial(asyncio.to_thread, translation.loss_and_command, small, encoding)
+        async with decoding.turn(gateway.tenant):
+            return await _passes(gateway, translation.head_of(small, encoding), len(small), made)
+    async with decoding.received(request, MAX_MESSAGE_BYTES) as body, decoding.scratch() as file:
         sent = str(body.path), encoding
-        head = await decoding.call(request, translation.head_of, *sent, is_small=is_small, reads=[body.path])
-        model = await gateway.records.model(head.model_id)
-        if not 1 <= head.seq_id <= 9_000_000:
-            raise InvalidInput("a model's requests have the numbers from 1 on", "seq_id")
-        await gateway.backend.quotas.admit_bytes(gateway.tenant, body.num_bytes)
-        async with gateway.numbered(model, head.seq_id):
-            making = partial(decoding.call, request, translation.make_command, *sent, str(made), is_small=is_small)
-            loss = await making(reads=[body.path], writes=[made])
-            command = await asyncio.to_thread(made.read_bytes)
-            return await gateway.command(model, head.seq_id, command, "passes", loss=loss)
+
+        async def made_by_child() -> tuple[AskedLoss, bytes]:
+            making = decoding.call(
+                request, translation.make_command, *sent, str(file), reads=[body.path], writes=[file]
+            )
+            return await making, await asyncio.to_thread(file.read_bytes)
+
+        head = await decoding.call(request, translation.head_in_file, *sent, reads=[body.path])
+        return await _passes(gateway, head, body.num_bytes, made_by_child)
+
+
+async def _passes(
+    gateway: Gateway, head: translation.Head, num_bytes: int, made: Callable[[], Awaitable[tuple[AskedLoss, bytes]]]
+) -> Future:
+    """Accept a request for passes. `made`: returns its loss and its command."""
+    model = await gateway.records.model(head.model_id)
+    if not 1 <= head.seq_id <= 9_000_000:
+        raise InvalidInput("a model's requests have the numbers from 1 on", "seq_id")
+    await gateway.backend.quotas.admit_bytes(gateway.tenant, num_bytes)
+    async with gateway.numbered(model, head.seq_id):
+        loss, command = await made()
+        return await gateway.command(model, head.seq_id, command, "passes", loss=loss)
 
 
 @training_router.post("/optim_step")

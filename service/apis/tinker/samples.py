@@ -4,6 +4,7 @@ import asyncio
 import re
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -89,14 +90,14 @@ class Samples:
     _ended: dict[tuple[str, str], float] = field(default_factory=dict)
     _asked_at: dict[tuple[str, str], float] = field(default_factory=dict)
     _places: dict[str, asyncio.Semaphore] = field(default_factory=dict)
+    _num_waiting: Counter[str] = field(default_factory=Counter)
 
     async def ask(self, gateway: Gateway, sampler: SamplerRecord, asked: SampleRequest) -> str:
         """Begin to draw. Returns the request's id; the same request of a sampling session has the same one.
 
         Raises Busy: the tenant has as many samples under way as it may.
         """
-        waiting = sum(1 for (tenant, _), task in self._tasks.items() if tenant == gateway.tenant and not task.done())
-        if waiting >= MOST_WAITING:
+        if self._num_waiting[gateway.tenant] >= MOST_WAITING:
             raise Busy(f"{MOST_WAITING:,} samples of yours are under way: ask again when some are done")
         hour = int(time.time()) // _HOUR_S
         number = secrets.randbelow(2**62) if asked.seq_id is None else asked.seq_id
@@ -146,10 +147,12 @@ class Samples:
         if key not in self._tasks:
             self._asked_at[key] = time.monotonic()
             self._tasks[key] = task = asyncio.create_task(self._draw(gateway, key, record))
+            self._num_waiting[gateway.tenant] += 1
             task.add_done_callback(partial(self._end, key))
         return self._tasks[key]
 
     def _end(self, key: tuple[str, str], task: asyncio.Task[bytes]) -> None:
+        self._num_waiting[key[0]] -= 1
         if not task.cancelled():
             task.exception()  # asked for by whoever polls, or by nobody
         now = time.monotonic()
@@ -207,7 +210,7 @@ async def target_of(gateway: Gateway, asked: SampleRequest) -> tuple[Target, str
     """Find the weights that a sample is drawn from, and their name. Raises NotFound, InvalidInput."""
     if asked.sampling_session_id is None:
         return await weights_of(gateway, asked.base_model, asked.model_path)
-    sampler = await gateway.records.find(SamplerRecord, asked.sampling_session_id)
+    sampler = await gateway.records.known(SamplerRecord, asked.sampling_session_id)
     if sampler.command is None:
         return await weights_of(gateway, sampler.base_model, sampler.model_path)
     assert sampler.model_id is not None
@@ -379,8 +382,9 @@ async def sample(body: JsonBody[SampleRequest], request: Request, gateway: AtGat
     """Begin to draw samples."""
     body.check()
     check_length(gateway.backend.settings, body.prompt.ids)
-    sampler = await gateway.records.find(SamplerRecord, body.sampling_session_id or "")
-    request_id = await _samples(request).ask(gateway, sampler, body)
+    async with gateway.backend.decoding.turn(gateway.tenant):
+        sampler = await gateway.records.known(SamplerRecord, body.sampling_session_id or "")
+        request_id = await _samples(request).ask(gateway, sampler, body)
     return {"request_id": request_id, "sample_sequence_ids": [f"{request_id}/{n}" for n in range(body.num_samples)]}
 
 
@@ -460,7 +464,8 @@ async def _trained(gateway: Gateway, request: Request, future: TrainingFuture) -
         return FailedFuture(problem.message, "user" if problem.kind in ("invalid_input", "not_finite") else "server")
     if view.result.expired:
         return FailedFuture("the scores of this request are no longer kept")
-    return await _answer(gateway, request, model, future, view.result)
+    async with gateway.backend.decoding.turn(gateway.tenant):
+        return await _answer(gateway, request, model, future, view.result)
 
 
 async def _created(gateway: Gateway, model: ModelRecord) -> DoneFuture | None:
@@ -499,10 +504,11 @@ async def _answer(
 async def _scores(gateway: Gateway, request: Request, key: str, loss: AskedLoss, result: CommandResult) -> bytes:
     """Return the answer to a command in the store; a child process converts large results."""
     decoding = gateway.backend.decoding
+    data = await asyncio.to_thread(gateway.backend.store.get_bytes, key)
+    if len(data) <= _SMALL_COMMAND_BYTES:
+        return await asyncio.to_thread(translation.scores_of, data, loss, result)
     async with decoding.scratch() as command, decoding.scratch() as made:
-        size = await asyncio.to_thread(lambda: command.write_bytes(gateway.backend.store.get_bytes(key)))
+        await asyncio.to_thread(command.write_bytes, data)
         asked = str(command), loss, result, str(made)
-        is_small = size <= _SMALL_COMMAND_BYTES
-        call = partial(decoding.call, request, translation.write_scores, *asked, is_small=is_small)
-        await call(reads=[command], writes=[made])
+        await decoding.call(request, translation.write_scores, *asked, reads=[command], writes=[made])
         return await asyncio.to_thread(made.read_bytes)

@@ -20,7 +20,6 @@ from longshore.losses import CISPO, DRO, GSPO, PPO, CrossEntropy, PolicyLoss, Re
 from service.apis.tinker import wire
 from service.apis.tinker.records import AskedLoss
 from service.decoding import SMALL_BYTES
-from service.files import Received
 from shared.errors import InvalidInput, NotFound
 from shared.jobs.commands import read_command, with_data
 from shared.jobs.packed import Units
@@ -352,7 +351,7 @@ def _loss(units: Units, places: slice, logprobs_N: Floats, loss_fn: str, config:
     return float(np.sum(weights_N[scored] * values))
 
 
-# For a child process: its input and output are files.
+# Small requests are read in the service's process. A child reads others, whose input and output are files.
 
 MAX_COMMAND_BYTES = 32 << 20
 """Of a command as it is stored, where a sparse matrix has its empty cells, too."""
@@ -366,36 +365,50 @@ class Head(Frozen):
     seq_id: int
 
 
-def is_small(body: Received, encoding: str) -> bool:
-    """True for a batch that is read faster than a child begins."""
-    return body.num_bytes <= SMALL_BYTES and wire.plain_bytes(body.path.read_bytes(), encoding) <= _SMALL_PLAIN_BYTES
+def is_small(body: bytes, encoding: str) -> bool:
+    """True for a batch that is read faster than a child begins. Raises InvalidInput as `plain_bytes` does."""
+    return len(body) <= SMALL_BYTES and wire.plain_bytes(body, encoding) <= _SMALL_PLAIN_BYTES
 
 
-def head_of(body: str, encoding: str) -> Head:
-    """Read the model and number of a request in a file, which are known though there may be too much of the rest.
+def head_of(body: bytes, encoding: str) -> Head:
+    """Read a request's model and number, which are known though there may be too much of the rest.
 
     Raises InvalidInput as `plain_body` does for a body that cannot be decompressed.
     """
-    model_id, seq_id = wire.head_of(wire.decompressed(Path(body).read_bytes(), encoding))
+    model_id, seq_id = wire.head_of(wire.decompressed(body, encoding))
     return Head(model_id=model_id, seq_id=seq_id)
 
 
-def make_command(body: str, encoding: str, made: str) -> AskedLoss:
-    """Write a request's command into a file. Returns its loss. Raises InvalidInput."""
-    batch = wire.batch_of(wire.plain_body(Path(body).read_bytes(), encoding))
+def head_in_file(body: str, encoding: str) -> Head:
+    """`head_of` a file."""
+    return head_of(Path(body).read_bytes(), encoding)
+
+
+def loss_and_command(body: bytes, encoding: str) -> tuple[AskedLoss, bytes]:
+    """Return a request's loss and its command. Raises InvalidInput."""
+    batch = wire.batch_of(wire.plain_body(body, encoding))
     data = command_of(batch)
     if len(data) > MAX_COMMAND_BYTES:
         rule = f"as a command it has {len(data):,} bytes, and {MAX_COMMAND_BYTES:,} are taken: send less at once"
         raise InvalidInput(rule, "data")
+    return AskedLoss(name=batch.loss_fn, config=batch.config), data
+
+
+def make_command(body: str, encoding: str, made: str) -> AskedLoss:
+    """Write a request's command into a file. Returns its loss. Raises InvalidInput."""
+    loss, data = loss_and_command(Path(body).read_bytes(), encoding)
     Path(made).write_bytes(data)
-    return AskedLoss(name=batch.loss_fn, config=batch.config)
+    return loss
+
+
+def scores_of(command: bytes, loss: AskedLoss, result: CommandResult) -> bytes:
+    """Return the answer to a command. Raises NotFound for a loss that is not the command's."""
+    try:
+        return wire.output_bytes(*scores_and_metrics(command, loss.name, loss.config, result))
+    except (KeyError, TypeError, ValueError, InvalidInput):  # a client sends the id: its loss may be another request's
+        raise NotFound("there is no such request") from None
 
 
 def write_scores(command: str, loss: AskedLoss, result: CommandResult, made: str) -> None:
-    """Write the answer to a command that lies in a file. Raises NotFound for a loss that is not the command's."""
-    data = Path(command).read_bytes()
-    try:
-        answer = wire.output_bytes(*scores_and_metrics(data, loss.name, loss.config, result))
-    except (KeyError, TypeError, ValueError, InvalidInput):  # a client sends the id: its loss may be another request's
-        raise NotFound("there is no such request") from None
-    Path(made).write_bytes(answer)
+    """`scores_of` a command in a file, to a file."""
+    Path(made).write_bytes(scores_of(Path(command).read_bytes(), loss, result))
