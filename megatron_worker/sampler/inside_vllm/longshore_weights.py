@@ -29,10 +29,8 @@ _PASSED_ON = {
     ("POST", "/v1/unload_lora_adapter"),
 }
 _MAX_REQUEST_BYTES, _MAX_HEADER_BYTES = 64 << 10, 100 << 20
-_HEAD = "lm_head.weight"
+_HEAD, _LINEAR = "lm_head.weight", ".o_proj.weight"
 _SAYS_NO_VERSIONS = "does not say which weights drew a token, as 0.32 does: set weight_sync.in_flight to finish"
-_NO_ADAPTER = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}
-_NO_TENSORS = struct.pack("<Q", 2) + b"{}"  # a safetensors file
 
 # The choices of the request in progress: for each, the versions that drew its tokens, with their first and last + 1.
 _spans: ContextVar[dict[int, list[tuple[str, int, int]]]] = ContextVar("_spans")
@@ -194,33 +192,22 @@ class Gate:
                 if not is_there:
                     await stack.enter_async_context(self._alone())
                 await self._replace(state, name, folder, version)
-        elif is_there:
+        elif is_there and folder is not None:
             newer = copy.copy(models.lora_requests[name])
             newer.load_inplace = True  # which requests must not have: it would be read at each of their steps
             async with self._paused(engine, "keep", folder, version):
-                self._point_at(folder)
+                _point_at(folder)
                 await engine.add_lora(newer)
         else:
             # vLLM reads an adapter again if it had to make room. A path that stays then leads to the newest one.
+            folder = folder or _no_adapter(Path(models.base_model_paths[0].model_path))
             async with self._paused(engine, "keep", folder, version):
-                asked = {"lora_name": name, "lora_path": str(self._point_at(folder))}
+                asked = {"lora_name": name, "lora_path": str(_point_at(folder))}
                 self._newest = name, version
                 await self._app(scope | {"path": "/v1/load_lora_adapter"}, _receives(json.dumps(asked).encode()), send)
             return
         self._newest = name, version
         await _answer(send, 200, {"message": f"{name} is version {version}"})
-
-    def _point_at(self, folder: Path | None) -> Path:
-        """Have the path of the newest adapter lead to a folder, by default one with an adapter without tensors."""
-        own = Path(os.environ["VLLM_RPC_BASE_PATH"])
-        if folder is None:
-            folder = own / "no_adapter"
-            folder.mkdir(exist_ok=True)
-            (folder / "adapter_config.json").write_text(json.dumps(_NO_ADAPTER))
-            (folder / "adapter_model.safetensors").write_bytes(_NO_TENSORS)
-        (own / "next").unlink(missing_ok=True)
-        (own / "next").symlink_to(folder)
-        return (own / "next").replace(own / "newest")
 
     async def _replace(self, state: Any, name: str, folder: Path, version: int | None = None) -> None:
         """Replace the weights. If they are a newer version of those of this name, samples in progress go on."""
@@ -279,6 +266,37 @@ class Gate:
     def _refuse_broken(self) -> None:
         if self._broken is not None:
             raise Refused(503, self._broken)
+
+
+def _point_at(folder: Path) -> Path:
+    """Have the path of the newest adapter lead to a folder. Returns this path."""
+    own = Path(os.environ["VLLM_RPC_BASE_PATH"])
+    (own / "next").unlink(missing_ok=True)
+    (own / "next").symlink_to(folder)
+    return (own / "next").replace(own / "newest")
+
+
+def _no_adapter(model: Path) -> Path:
+    """Write an adapter that changes nothing: zeros for one linear, as vLLM reads none without tensors.
+
+    Raises Refused: the model has no such linear.
+    """
+    folder = Path(os.environ["VLLM_RPC_BASE_PATH"]) / "no_adapter"
+    found = next(((name, shape) for name, shape in tensors_of(model).items() if name.endswith(_LINEAR)), None)
+    if found is None:
+        raise Refused(400, f"{model} has no {_LINEAR}: begin with an initial_adapter, or set in_flight to finish")
+    name, (num_out, num_in) = found
+    module, entries = f"base_model.model.{name.removesuffix('.weight')}", dict[str, Any]()
+    for factor, shape, start in (("A", [1, num_in], 0), ("B", [num_out, 1], num_in)):
+        offsets = [4 * start, 4 * (start + shape[0] * shape[1])]
+        entries[f"{module}.lora_{factor}.weight"] = {"dtype": "F32", "shape": shape, "data_offsets": offsets}
+    header = json.dumps(entries).encode()
+    folder.mkdir(exist_ok=True)
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": [module.rpartition(".")[2]]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    data = struct.pack("<Q", len(header)) + header + bytes(4 * (num_in + num_out))
+    (folder / "adapter_model.safetensors").write_bytes(data)
+    return folder
 
 
 def tensors_of(folder: Path) -> dict[str, list[int]]:
