@@ -161,6 +161,7 @@ _ROLLOUTS = (
     Metric("sync_bytes", "bytes", "that the weight sync sent to each sampler"),
     Metric("sync_blocked_s", "s", "that the trainer waited for it"),
     Metric("sync_s", "s", "until the last sampler had the weights"),
+    Metric("sync_made_room", "share", "1 if the optimizer's state left a device that was short of memory for it"),
     Metric("sync_failed", "samplers", "that did not get them; they load from the store"),
     Metric("sync_used", "share", "1 if every sampler serves the weights that were sent"),
     Metric("sync_reloaded", "samplers", "that failed the proof and loaded the policy anew"),

@@ -231,8 +231,8 @@ class Rollouts(Frozen):
             return self
         if not self.off_policy_steps:
             raise ValueError("weight_sync.in_flight: no sample is under way when weights change: set off_policy_steps")
-        if self.sampler_url is not None or self.sampler != "own":
-            raise ValueError("weight_sync.in_flight: only Longshore's own sampler goes on under new weights: drop it")
+        if self.sampler_url is not None:
+            raise ValueError("weight_sync.in_flight: a sampler behind a URL does not go on under new weights: drop it")
         return self
 
     @model_validator(mode="after")

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, TypeVar, g
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError, SchemaValidator, core_schema
 
-from longshore.fields import Frozen, Name, Sha256, only, pattern
+from longshore.fields import Frozen, Name, Sha256, added, only, pattern
 
 # --- The parallel layout of one worker: how many ranks, and what each dimension splits ---
 
@@ -706,7 +706,7 @@ class SyncOutcome(Frozen):
     trace.
 
     `num_bytes` were sent to each sampler, of `weight_bytes`. `blocked_s`: seconds that the trainer waited;
-    `duration_s`: until the last sampler had the weights.
+    `duration_s`: until the last sampler had the weights. `made_room`: the optimizer's state was on the host meanwhile.
     """
 
     version: int
@@ -718,6 +718,7 @@ class SyncOutcome(Frozen):
     problems: dict[str, str] = Field(default_factory=dict)
     transport: Transport | None = None
     profile_problem: str | None = None
+    made_room: bool = added(False)
 
 
 SamplerKind = Annotated[

@@ -16,12 +16,13 @@ import torch
 
 from longshore.training import Full, Lora, Recompute
 from megatron_worker.engine import Batch, EngineInfo, LossFunction, Outputs
-from megatron_worker.memory import Planner
-from megatron_worker.process.ranks import BackgroundCall
+from megatron_worker.memory import Planner, free_bytes
+from megatron_worker.process.ranks import BackgroundCall, everyone
 from megatron_worker.tensors.slot_engine import Engine
 from megatron_worker.training.batches import PackedBatches, Role, Sums, TargetScores, bins_to_score
 from megatron_worker.training.checkpoint import random_state, set_random_state
-from megatron_worker.weight_sync.sender import DeltaBase, Sending, send
+from megatron_worker.weight_sync.buckets import device_bytes
+from megatron_worker.weight_sync.sender import DeltaBase, Sending, SyncProfile, send
 from shared.errors import InvalidInput
 from shared.jobs.job import SyncAccess, SyncTarget
 from shared.models.peft import read_config
@@ -43,6 +44,7 @@ class Dispatcher:
         self.recomputing: set[SlotName] = set()  # whose passes compute their layers again
         self.teachers: dict[SlotName, SlotName] = {}  # whose whole distributions a slot's losses compare with
         self._sent: dict[SlotName, DeltaBase] = {}
+        self.free_bytes = free_bytes  # of a device
 
     @property
     def facts(self) -> EngineInfo:
@@ -118,9 +120,23 @@ class Dispatcher:
         """Begin to send a slot's weights to a target's samplers; they must not change before its `result`.
 
         The slot must be on the device until then (`resident`). Returns and raises as weight_sync.sender.send does.
+
+        If the device of some rank is short of memory for it, the base's optimizer state leaves the devices first, and
+        this waits for the sync's end: a save beside it would bring the state back.
         """
+        outgoing, access = self.engine.outgoing(slot), access or SyncAccess()
         sent = self._sent.setdefault(slot, DeltaBase()) if target.backend == "delta" else None
-        return send(self.engine.outgoing(slot), target, run_id, sent, access)
+        # An adapter's sync reads the masters that its optimizer holds, and its buffers are as small as the adapter.
+        is_short = slot is None and self.free_bytes(self.facts.device) < device_bytes(outgoing, target.bucket_bytes)
+        if not any(everyone(is_short)):
+            return send(outgoing, target, run_id, sent, access)
+        phases = SyncProfile(access.profile, self.facts.rank)
+        with phases("offload"):
+            self.engine.place(optimizer="host", slots=[slot])
+        sending = send(outgoing, target, run_id, sent, access, phases, made_room=True)
+        if sending is not None:
+            sending.result()
+        return sending
 
     @contextmanager
     def resident(self, slot: SlotName) -> Iterator[Engine]:

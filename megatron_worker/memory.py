@@ -135,6 +135,17 @@ def default_budget(device: torch.device) -> int:
     return int(_SHARE["cpu"] * total) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def free_bytes(device: torch.device) -> float:
+    """Return how many bytes this process can still take on a device, beside other processes.
+
+    Infinite on the CPU: what is offloaded from there takes as much memory as before.
+    """
+    if device.type != "cuda":
+        return float("inf")
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return float(torch.cuda.mem_get_info(device)[0] + kept)
+
+
 # --- Pass costs ---
 # Measure what a kind of pass holds in memory, as a function of its size, by a few small passes of that kind.
 #

@@ -423,7 +423,7 @@ class Sampler:
         return True
 
     def update_weights(self, name: str, version: int, folder: str | None, *, is_adapter: bool) -> None:
-        """Replace older versions of a policy in our own sampler by this one; `folder` None: the unchanged model.
+        """Replace older versions of a policy in a leased sampler by this one; `folder` None: the unchanged model.
 
         Samples in progress continue under it. A version that is not newer than the current one changes nothing.
         """

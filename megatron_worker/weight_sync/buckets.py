@@ -257,6 +257,12 @@ def all_bytes(outgoing: Outgoing) -> int:
     return sum(aligned(block.num_rows * _row_bytes(outgoing, block)) for block in outgoing.blocks)
 
 
+def device_bytes(outgoing: Outgoing, bucket_bytes: int) -> int:
+    """Return the most bytes that a sync may take on the device: its buffers, and a copy of the largest block."""
+    blocks = max(block.num_rows * _row_bytes(outgoing, block) for block in outgoing.blocks)
+    return NUM_BUFFERS * min(bucket_bytes, all_bytes(outgoing)) + blocks
+
+
 def _row_bytes(outgoing: Outgoing, block: TensorBlock) -> int:
     return math.prod(block.shape_of(outgoing.shapes[block.name])[1:]) * outgoing.dtype.itemsize
 

@@ -61,6 +61,7 @@ class SyncProfile:
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Enter a phase. Rank 0: prepare, connect; for each bucket settle, fill and send; settle, commit, finalize.
+        Each rank first: offload, if the optimizer's state leaves the device.
 
         Another rank, for each bucket: wait (for rank 0's order) and give.
         """
@@ -255,6 +256,7 @@ def send(
     sent: DeltaBase | None = None,
     host: SyncAccess | None = None,
     phases: SyncProfile | None = None,
+    made_room: bool = False,
 ) -> "Sending | BackgroundCall[None] | None":
     """Begin to send a slot's weights: rank 0 sends, the other ranks give it their parts. Every rank calls this.
 
@@ -264,6 +266,7 @@ def send(
         sent: the version to find changes against, if the target wants changes. Without it whole rows travel.
         host: the trainer's host's settings for its worker.
         phases: records each phase; a profile unless given.
+        made_room: the optimizer's state has left the device for it, which the outcome reports.
 
     Returns:
         What this rank must wait for, by `result`; None if it takes no part, as it has a copy of another's weights.
@@ -277,7 +280,7 @@ def send(
     bucket_bytes = min(target.bucket_bytes, all_bytes(outgoing))
     sent = sent if target.backend == "delta" and outgoing.lora is None else None
     if (rank := outgoing.ranks.rank) != 0:
-        traced = SyncProfile(host.profile if host is not None else None, rank)
+        traced = phases or SyncProfile(host.profile if host is not None else None, rank)
 
         def give() -> None:
             _give_all(outgoing, bucket_bytes, sent, traced)
@@ -285,7 +288,7 @@ def send(
                 print(f"rank {rank}: {problem}", file=sys.stderr, flush=True)
 
         return BackgroundCall(lambda _: give())
-    return Sending(outgoing, target, run_id, bucket_bytes, sent, host or SyncAccess(), phases)
+    return Sending(outgoing, target, run_id, bucket_bytes, sent, host or SyncAccess(), phases, made_room)
 
 
 class Sending:
@@ -303,6 +306,7 @@ class Sending:
         sent: DeltaBase | None,
         host: SyncAccess,
         phases: SyncProfile | None,
+        made_room: bool,
     ) -> None:
         self._announcement = Announcement(
             run_id=run_id,
@@ -322,13 +326,17 @@ class Sending:
         self._gathering = Gathering(outgoing, sent)
         self._digest = Digest()
         self._num_bytes = self._weight_bytes = 0
+        self._made_room = made_room
+        self._outcome: SyncOutcome | None = None
         self._call = BackgroundCall(lambda _: self._send())
 
     def result(self) -> SyncOutcome:
         """Wait until every sampler has the version, or has failed; the weights may change afterwards."""
+        if self._outcome is not None:
+            return self._outcome
         began = time.perf_counter()
         duration_s, profile_problem = self._call.result()
-        return SyncOutcome(
+        self._outcome = SyncOutcome(
             version=self._announcement.version,
             digest=self._digest.value if self.outbound.living else None,
             num_bytes=self._num_bytes,
@@ -338,7 +346,9 @@ class Sending:
             problems=self.outbound.problems,
             transport=self._announcement.transport,
             profile_problem=profile_problem,
+            made_room=self._made_room,
         )
+        return self._outcome
 
     @torch.inference_mode()
     def _send(self) -> tuple[float, str | None]:

@@ -298,7 +298,7 @@ class Choice(SamplerAnswer):
 
     `prompt_logprobs` has one entry for each prompt token: null for the first; for each other a mapping by token id that
     holds at least the token itself.
-    `policy_versions`: the version of the policy that sampled each token, if our own sampler knows it.
+    `policy_versions`: the version of the policy that sampled each token, if a leased sampler knows it.
     `routed_experts`: the experts of each token of prompt and sample, except the last, as a base64-encoded `.npy` file:
     [tokens - 1, layers with experts, experts of a token]. vLLM's name and form.
     """
@@ -349,7 +349,7 @@ class CompletionResponse(SamplerAnswer):
     choices: list[Choice]
     usage: Usage
     drawn_by: list[DrawnBy] | None = Field(
-        default=None, description="weights that our own sampler used, in order of use"
+        default=None, description="weights that a leased sampler used, in order of use"
     )
 
 
@@ -448,7 +448,7 @@ class SleepRequest(SamplerRequest):
 class ModelCard(SamplerAnswer):
     """A model or adapter that a server lists. `root`: the path of its files; `parent`: an adapter's base model.
 
-    Our own sampler adds the policy's version, if it is known, and the hash of the weights in memory.
+    A leased sampler adds the policy's version, if it is known, and our own the hash of the weights in memory.
     """
 
     id: str

@@ -19,14 +19,14 @@ from safetensors.torch import load_file, save_file
 from activities.host_context import HostContext
 from activities.hosts.workers import processes_of
 from activities.sampling.sample import compare
-from activities.sampling.samplers import PolicyWeights, SamplerCommand, Samplers, adapter_name
+from activities.sampling.samplers import OpenSampler, PolicyWeights, SamplerCommand, Samplers, adapter_name
 from examples.tiny_model import make_tiny_model
 from longshore.fields import Artifact
 from longshore.losses import Distillation
 from longshore.training import Lora
 from shared.chat.completions import SamplerReady, Sampling
 from shared.errors import InvalidInput, SamplerMismatch, SamplerUnavailable, WorkerLost
-from shared.jobs.job import Evaluation, LeaseGrant, PackedData, SamplerKey
+from shared.jobs.job import Evaluation, LeaseGrant, PackedData, SamplerKey, newest_name
 from shared.jobs.packed import LIKELIEST_LOGPROBS
 from shared.serving import LeasedSampler
 from shared.settings import Settings
@@ -160,7 +160,14 @@ def _closed_to_others(host: Host, grant: LeaseGrant) -> None:
     assert ready.api_key.encode() not in paths.output.read_bytes()
     with httpx.Client(transport=httpx.HTTPTransport(uds=ready.socket), base_url=ready.url) as stranger:
         assert stranger.get("/health").status_code == 200
-        for path in ("/v1/models", "/metrics", "/invocations", "/v1/load_weights", "/collective_rpc"):
+        for path in (
+            "/v1/models",
+            "/metrics",
+            "/invocations",
+            "/v1/load_weights",
+            "/v1/update_weights",
+            "/collective_rpc",
+        ):
             assert stranger.post(path, json={"method": "reload_weights"}).status_code == 401
         stranger.headers["Authorization"] = f"Bearer {ready.api_key}"
         for path in ("/invocations", "/collective_rpc", "/update_weights", "/sleep", "/v1/chat/completions"):
@@ -232,6 +239,78 @@ def test_whole_weights(host: Host, settings: Settings, model: Artifact, weights:
         ended = lease.ended()
         assert isinstance(ended, WorkerLost) and "could not be loaded" in str(ended), ended
     assert processes_of(lease.grant.worker_id) == []
+
+
+@pytest.mark.parametrize("kind", ["adapter", "weights"])
+def test_every_token_says_which_version_drew_it(
+    host: Host, settings: Settings, model: Artifact, adapters: list[Artifact], weights: list[Artifact], kind: str
+) -> None:
+    """Versions come as fast as they can while long answers are drawn. Each token has the log-probability that the
+    version which it names gives it, by transformers, and none that another gives it."""
+    context, samplers, name = HostContext(settings), Samplers(settings, host.pool), newest_name("r1")
+    taught = kind == "adapter"
+    made = [_amplified(settings, each) for each in adapters] if taught else weights
+    policies: list[Artifact | None] = [None if taught else model, *made]
+    key = SamplerKey(model=model, sampler="vllm", max_lora_rank=4 if taught else 0, slots=4, max_model_len=256)
+    long = Sampling(max_tokens=200, ignore_eos=True)
+
+    def policy_of(version: int) -> PolicyWeights:
+        """Version 0 is the model as it was; then the three take turns."""
+        artifact = policies[(version - 1) % 3 + 1] if version else policies[0]
+        return PolicyWeights(**{kind: artifact, "in_place": kind, "policy_version": version})
+
+    def served(version: int) -> OpenSampler:
+        with samplers.serving(place, "r1", policy_of(version), context) as (opened, found):
+            assert found.name == name
+            return opened
+
+    with leased(host, settings, key, 5 if taught else 6) as lease, ThreadPoolExecutor(1) as threads:
+        place, version = place_of(lease.grant), 0
+        served(0)
+        with samplers.open(place) as opened:
+            client = opened.client
+            drawing = threads.submit(client.sample, name, PROMPT, long, 4, 7)
+            while not drawing.done():
+                version += 1
+                served(version)
+            drawn = drawing.result()
+            told, by = client.scored_by(name, PROMPT)
+            assert by.policy_version == version == client.models()[name].policy_version
+            newest = policy_of(version)
+            compare(told, _reference_of(model, newest, PROMPT), PROMPT, BOUND)
+            served(version - 1)  # is older than what is served
+            assert client.scored_by(name, PROMPT) == (told, by)
+            (later,) = client.sample(name, PROMPT, Sampling(max_tokens=4), 1, 7)
+            assert set(later.policy_versions) == {version}
+            assert [one.policy_version for one in later.drawn_by] == [version]
+        num_same = num_changes = 0
+        for one in drawn:
+            ids, drawn_by = (*PROMPT, *one.token_ids), np.array(one.policy_versions)
+            known = {each: _reference_of(model, policy_of(each), ids)[len(PROMPT) - 1 :] for each in range(4)}
+            by_version = np.array([known[each] for each in range(4)])
+            which = np.where(drawn_by > 0, (drawn_by - 1) % 3 + 1, 0)
+            apart = np.abs(by_version - np.array(one.logprobs))
+            own = apart[which, np.arange(len(which))]
+            assert own.max() < BOUND, (own.argmax(), own.max(), drawn_by[own.argmax()])
+            num_same += int((apart < BOUND).sum()) - len(which)
+            num_changes += len(set(one.policy_versions)) - 1
+            assert (np.diff(drawn_by) >= 0).all()
+        print(f"{version} versions, {num_changes} changes in 4 samples; {num_same} of 2400 tokens fit another version")
+        assert num_changes >= 4 and num_same < 48
+
+
+def _amplified(settings: Settings, adapter: Artifact) -> Artifact:
+    """Return an adapter whose log-probabilities are far from the model's."""
+    folder = settings.root_path / f"far-{adapter.sha256[:8]}"
+    shutil.copytree(path_of(adapter), folder)
+    path = folder / "adapter_model.safetensors"
+    save_file({n: t * 20 if "lora_B" in n else t for n, t in load_file(path).items()}, path)
+    return _uploaded(settings, folder.name, folder)
+
+
+def _reference_of(model: Artifact, policy: PolicyWeights, ids: tuple[int, ...]) -> tuple[float, ...]:
+    adapter = None if policy.adapter is None else path_of(policy.adapter)
+    return transformers_logprobs(path_of(policy.weights or model), adapter, ids)
 
 
 def write_partial(folder: Path, model: Path) -> Path:

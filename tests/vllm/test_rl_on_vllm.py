@@ -50,6 +50,10 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 TRAINED = {
     "adapters": ("--lora-rank", "4", "--learning-rate", "0.02"),
     "weights": ("--full", "--learning-rate", "0.002"),
+    "adapters while samples go on": (
+        *("--lora-rank", "4", "--learning-rate", "0.02"),
+        *("--off-policy-steps", "1", "--sync-in-flight", "continue"),
+    ),
 }
 
 

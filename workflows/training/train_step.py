@@ -278,6 +278,7 @@ def sync_metrics(sync: SyncOutcome) -> dict[str, float]:
         "sync_blocked_s": sync.blocked_s,
         "sync_s": sync.duration_s,
         "sync_failed": float(len(sync.problems)),
+        "sync_made_room": float(sync.made_room),
     }
 
 

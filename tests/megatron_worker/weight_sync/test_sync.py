@@ -14,6 +14,8 @@ import torch
 from tokenizers import Tokenizer
 
 from longshore.training import Transport
+from megatron_worker.dispatch import Dispatcher
+from megatron_worker.engine import Where
 from megatron_worker.sampler.adapters import load_adapter
 from megatron_worker.sampler.decoder import Decoder
 from megatron_worker.sampler.generation import Ending, RequestGroup, Sequence
@@ -25,6 +27,7 @@ from megatron_worker.weight_sync.buckets import (
     SyncBroken,
     SyncMessage,
     SyncReply,
+    device_bytes,
     shapes_sha256,
 )
 from megatron_worker.weight_sync.connections import connect_locally
@@ -37,7 +40,7 @@ from shared.models import peft
 from shared.storage.artifacts import sha256_file
 from shared.storage.files import reachable
 from tests.megatron_worker.driving import train
-from tests.megatron_worker.engines import start
+from tests.megatron_worker.engines import checkpoint_bytes, start
 from tests.megatron_worker.rows import distinct_model, random_rows
 from tests.megatron_worker.weight_sync.samplers import NAME, WAYS, access_of, listening, target_of
 from tests.megatron_worker.weight_sync.two_processes import apart, check_sleep, check_syncs
@@ -108,6 +111,35 @@ def num_open():
 def sync(engine, slot, samplers, version, way="shared_memory", sent=None, phases=None, access=None, **how):
     target = target_of(samplers, version, way, BUCKET).model_copy(update=how)
     return send(engine.outgoing(slot), target, "run", sent, access or access_of("run"), phases).result()
+
+
+def test_the_optimizer_is_on_the_host_during_a_sync_if_memory_is_short(model, tmp_path, engine):
+    """The same bits are sent, saved beside it and trained afterwards as with room enough."""
+    saved, digests, trace = [], [], tmp_path / "trace.json"
+    for is_short in (False, True):
+        driven, folder = start(engine, model, "full", "bfloat16"), tmp_path / str(is_short)
+        dispatcher, places = Dispatcher(driven), list[Where]()
+        needed = device_bytes(driven.outgoing(None), BUCKET)
+        dispatcher.free_bytes = lambda device, free=needed - is_short: free
+        train(driven, STEPS[:1], learning_rate=1e-3)
+        with listening(model, tmp_path, 1, torch.bfloat16) as [sampler], dispatcher.resident(None):
+            target, access = target_of([sampler], 1, "shared_memory", BUCKET), SyncAccess(profile=str(trace))
+            sending = dispatcher.send_weights(None, "run", target, access)
+            assert not is_short or sending._call.is_done(), "a save brings the state back"
+            places.append(driven.residency.where("optimizer", None))
+            with dispatcher.resident(None):  # as a save does
+                places.append(driven.residency.where("optimizer", None))
+                driven.save(folder / "saved")
+            done = sending.result()
+            assert done.problems == {} and done.made_room == is_short
+            assert all(torch.equal(sampler.tensors()[name], tensor) for name, tensor in driven.named_weights())
+        assert places == ["host" if is_short else "device", "device"]
+        assert ("offload" in trace.read_text()) == is_short
+        train(driven, STEPS[1:], learning_rate=1e-3)
+        driven.save(folder / "trained")
+        saved.append([checkpoint_bytes(folder / name) for name in ("saved", "trained")])
+        digests.append(done.digest)
+    assert saved[0] == saved[1] and digests[0] == digests[1] is not None
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "collective"])

@@ -1,6 +1,7 @@
 """What is refused before a run starts, with place and rule; the form of its base and its optimizer."""
 
 import time
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,23 @@ def test_nobody_sends_weights_to_a_server_behind_a_url():
         with pytest.raises(InvalidInput, match=r"shared_memory needs one that a host leases; .* auto and store") as no:
             check_startable(asked, settings(url), "run.")
         assert no.value.place == "run.rollouts.weight_sync.backend"
+
+
+def test_samples_go_on_under_new_weights_on_every_leased_sampler():
+    goes_on = ROLLOUTS | {"off_policy_steps": 1, "weight_sync": {"in_flight": "continue"}}
+    for sampler, trainable in product(("own", "vllm"), ("lora", "full")):
+        asked = {"rollouts": goes_on | {"sampler": sampler}, "trainable": {"kind": trainable}}
+        check_startable(RLRun.model_validate(FULL | asked), settings(None))
+    own = RLRun.model_validate(FULL | {"rollouts": goes_on, "trainable": {"kind": "lora"}})
+    with pytest.raises(InvalidInput, match="samples end on the weights they began on") as refused:
+        check_startable(own, settings("http://localhost:8000"), "run.")
+    assert refused.value.place == "run.rollouts.weight_sync.in_flight"
+    for change, rule in (
+        ({"sampler_url": "http://localhost:8000"}, "a sampler behind a URL does not go on under new weights"),
+        ({"off_policy_steps": 0}, "set off_policy_steps"),
+    ):
+        with pytest.raises(ValidationError, match=rule):
+            RLRun.model_validate(FULL | {"rollouts": goes_on | change})
 
 
 def test_a_vllm_that_nobody_can_start_is_refused():
