@@ -257,11 +257,15 @@ class StepMetrics(Frozen):
 
 
 class EvaluationMetrics(Frozen):
-    """Held-out metrics and greedy completions after a step; step 0 is before training."""
+    """Held-out metrics and greedy completions after a step; step 0 is before training.
+
+    `drawn`: of graded held-out prompts, URIs of the samples by name: `eval`, or `eval_NAME`.
+    """
 
     step: int
     metrics: dict[str, float]
     samples: tuple[EvaluationSample, ...] = ()
+    drawn: dict[str, str] = added({})
 
 
 class TrainStepMetrics(Frozen):
