@@ -46,7 +46,7 @@ def seconds_left(view: RunStatus, now: float) -> float | None:
 # --- Formats events and metrics of runs as text for people ---
 
 _MAIN_METRICS = ("reward_mean", "loss", "eval_loss", "preference_accuracy", "tokens_per_s")
-_LOOKED_FOR = ("loss", "eval_loss", "preference_accuracy", "grad_norm", "learning_rate", "tokens_per_s")
+_LOOKED_FOR = ("loss", "reward_mean", "eval_loss", "preference_accuracy", "grad_norm", "learning_rate", "tokens_per_s")
 SKIPPED = "skipped: no token of it is trained, and no weight changed"
 
 

@@ -4,15 +4,17 @@ Nothing of that changes a bit of what is trained, and the grades decide which we
 """
 
 import json
-import secrets
 from pathlib import Path
 
 import pytest
 
-from longshore.client import Client
+from longshore.dataset_runs import SFTRun
 from longshore.metrics import metric_of
+from longshore.training import Lora
+from shared.storage.artifacts import sha256_file
 from tests.end_to_end.conftest import LETTERS
-from tests.end_to_end.stack import Answer, Stack
+from tests.end_to_end.stack import Answer, Stack, wait_until
+from tests.end_to_end.victims import kill, ranks
 
 pytestmark = pytest.mark.slow
 
@@ -49,3 +51,47 @@ def test_it_is_evaluated_before_during_and_after_and_trains_the_same_bits(
     assert [one["item"]["number"] for one in samples] == asked
     assert sum(one["text"].count("e") / 8 for one in samples) / len(samples) == pytest.approx(rewards[STEPS])
     assert "waits at step 20 for held-out prompts" in stack.cli("logs", run["run_id"]).stdout
+
+
+def test_the_best_by_its_grades_is_published_and_the_run_ends_when_it_gets_no_better(
+    stack: Stack, tiny_model: Path, chat_dataset: Path, prompts: dict[str, str]
+) -> None:
+    """Rates that learn, then others that ruin what was learned; again with a killed worker, cancelled and resumed."""
+    source = "def grade(sample, item):\n    return sum(c in ' crates.' for c in sample['output_text'][:16]) / 16\n"
+    run = SFTRun.model_validate(
+        {
+            **{"model": str(tiny_model), "dataset": chat_dataset.as_uri(), "seed": 7, "trainable": Lora(rank=4)},
+            **{"steps": 60, "batch_size": 64, "max_tokens": 256, "checkpoint_every": 5, "schedule": "constant"},
+            **{"learning_rate": 3.0, "learning_rates": [0.01] * 16 + [3.0] * 44},
+            **{"keep": "best", "early_stop": {"patience": 2, "metric": "eval_reward_mean"}},
+            "rollouts": {
+                "held_out": {"prompts": Path(prompts["eval"]).as_uri(), "every_steps": 4},
+                "grader": {"type": "python", "name": "like-the-data", "source": source},
+                "max_completion_tokens": 24,
+            },
+        }
+    )
+    with stack.client() as client:
+        first = client.runs.wait(client.runs.submit(run).run_id, 600)
+        again = client.runs.submit(run).run_id
+        saved = stack.root / "store" / "runs" / again / "checkpoints"
+        wait_until(lambda: any(saved.glob("*/*/manifest.json")), "a checkpoint")
+        kill(stack, ranks)
+        wait_until(lambda: (now := client.runs.get(again)).phase == "evaluating" and now.step >= 4, "it is evaluated")
+        client.runs.cancel(again)
+        wait_until(lambda: client.runs.get(again).state == "cancelled", "it is cancelled")
+        client.runs.resume(again)
+        second = client.runs.wait(again, 600)
+    rewards = rewards_of(stack, first.run_id)
+    assert rewards == rewards_of(stack, second.run_id)
+    steps = [step for step in rewards if step]
+    best = max(steps, key=lambda step: (rewards[step], -step))
+    assert (first.state, first.step, steps[-1]) == ("succeeded", best + 8, best + 8) and best + 8 < 60, (first, rewards)
+    for end in (first, second):
+        assert (end.state, end.step) == ("succeeded", best + 8), end
+        assert (end.metrics["best_step"], end.metrics["best_eval_reward_mean"]) == (best, rewards[best])
+        assert end.notices[-1] == f"the weights after step {best} are published: eval_reward_mean was best there"
+    files = [Path(end.adapter.removeprefix("file://"), "adapter_model.safetensors") for end in (first, second)]
+    checkpoints = stack.root / "store" / "runs" / first.run_id / "checkpoints"
+    files += checkpoints.glob(f"*/step-{best:08d}/weights/adapter_model.safetensors")
+    assert len({sha256_file(file) for file in files}) == 1 and len(files) >= 3

@@ -4,7 +4,7 @@ import { Comparison } from "./comparison.js";
 import { Data, Files, Logs, Request } from "./details.js";
 import { acting, ago, clock, duration, Facts, FRAME, get, getText, html, isSure, money, mount, named, number, post,
   toast, under, useData, useEffect, useState } from "./page.js";
-import { Samples } from "./samples.js";
+import { Evaluations, Samples } from "./samples.js";
 import { Charts, RunMetrics, useChartOptions } from "./series.js";
 import { canResume, etaSeconds, phaseText, progressBar, shownState, stateBadge, stoppedSeconds, tookSeconds,
 } from "./status.js";
@@ -194,7 +194,7 @@ function RunPage() {
       ${run && html`<${Summary} run=${run} place=${run.place} owners=${overview.owners} evaluated=${evaluated} />`}
     </section>
     <nav class="sections" aria-label="Parts of this page">
-      ${["Charts", "Timeline", "Samples", "Data", "Logs", "Checkpoints", "Request"].map((title) => html`
+      ${["Charts", "Evaluations", "Timeline", "Samples", "Data", "Logs", "Checkpoints", "Request"].map((title) => html`
         <a href=${`#${title.toLowerCase()}`}>${title}</a>`)}
     </nav>
     <section id="charts" aria-labelledby="charts-h">
@@ -206,6 +206,8 @@ function RunPage() {
       ${found && html`<${Charts} run=${metrics} other=${other.metrics} ...${options} none=${noCharts} />`}
       <div id="differences">${run && other.run && html`<${Comparison} runs=${[run, other.run]} />`}</div>
     </section>
+    ${part("evaluations", "Evaluations", found && html`<${Evaluations} metrics=${metrics} best=${run.metrics.best_step}
+      none=${isOver ? "There were none." : "None yet."} />`)}
     ${part("timeline", "Timeline", run && html`<${Timeline} run=${run} />`)}
     ${part("samples", "Samples", found && html`
       <${Samples} metrics=${metrics} none=${isOver ? "There were none." : "None yet."} />`)}
