@@ -167,7 +167,7 @@ LINES_OF_ROOMS = {
     "activities/tokenizing": 3_040,
     "activities/tracking": 580,
     "activities/trajectories": 1_530,
-    "longshore": 7_880,  # local.py has an order of steps, as a workflow has; harbor.py reads its tasks
+    "longshore": 7_900,  # local.py has an order of steps, as a workflow has; harbor.py reads its tasks
     "megatron_worker": 6_030,  # layers.py is the Megatron engine's and the sampler's
     "megatron_worker/fsdp": 1_060,
     "megatron_worker/head": 1_500,
@@ -192,12 +192,12 @@ LINES_OF_ROOMS = {
     "shared": 1_700,
     "shared/chat": 2_560,  # with the requests of Responses and Messages
     "shared/families": 2_660,  # two families and a kind of layer more than 2,450
-    "shared/jobs": 2_010,
+    "shared/jobs": 2_040,
     "shared/models": 1_070,
     "shared/runs": 740,
     "shared/storage": 1_980,
-    "workflows": 2_070,
-    "workflows/rollouts": 1_260,
+    "workflows": 2_120,
+    "workflows/rollouts": 1_375,  # also evaluates the checkpoints of runs on datasets
     "workflows/training": 1_260,  # requests and steps as pure functions, which local runs share; a critic beside
 }
 

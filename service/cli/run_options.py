@@ -141,8 +141,6 @@ def options_of(model: "type[BaseModel]", only: Sequence[str] = ()) -> tuple[RunO
     `only`: the model's own fields that are wanted; all if empty.
     """
     found = list(_walk(model, (), "", is_required=True, only=only))
-    if "score_fields" in model.model_fields:  # a reward model writes no text
-        found = [option for option in found if option.path[0] != "rollouts"]
     if any(option.form in ("source", "sources") for option in found):
         found += _reading(str(model.model_fields["kind"].default))
     flags = Counter(option.flag for option in found)
