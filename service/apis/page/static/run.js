@@ -84,6 +84,7 @@ function factsOf(run, place, owners) {
     isRunning(run) && (run.phase !== state || place) && ["Phase", phaseText(run) + queue],
     Number.isFinite(value) && [measure, number(value)],
     metrics.broken_trajectories > 0 && ["Trajectories dropped in the last step", dropped(metrics)],
+    isRunning(run) && run.samples_now && ["Samples", samplesNow(run.samples_now)],
     ["Duration", [duration(tookSeconds(run)), stopped > 1 && under(`${duration(stopped)} of it paused or stopped`)]],
     ["GPU time", duration(run.gpu_seconds || null)],
     cost && ["Cost", [money(cost.so_far, cost.currency),
@@ -99,6 +100,14 @@ function factsOf(run, place, owners) {
     run.version && ["Published", `${run.name} v${run.version}`],
     ...Object.entries(metadata),
   ];
+}
+
+/** How many samples or episodes run, wait and have ended, and why. */
+function samplesNow({ running, waiting, before, ended, errors }) {
+  const ends = Object.entries(ended), all = ends.reduce((sum, [, num]) => sum + num, 0);
+  const reasons = ends.sort().map(([end, num]) => `${end.replaceAll("_", " ")} ${number(num)}`).join(", ");
+  return [`${number(running)} running, ${number(waiting)} waiting, ${number(all)} ended`, reasons && under(reasons),
+    before > 0 && under(`${number(before)} from before an interruption`), ...errors.map((error) => under(error))];
 }
 
 /** The number of trajectories that could not be trained, and the rules that dropped them. */
