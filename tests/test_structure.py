@@ -155,7 +155,7 @@ def test_lock_holds_every_direct_dependency() -> None:
 # The most lines of Python that a room has: a package's own modules, or a folder of it with all below. Modules and
 # functions have no limit. Growth beyond this is a decision, which changes the table.
 LINES_OF_ROOMS = {
-    "activities": 1_120,
+    "activities": 1_130,
     "activities/formats": 1_510,
     "activities/grading": 1_080,
     "activities/hosts": 2_950,
@@ -167,7 +167,7 @@ LINES_OF_ROOMS = {
     "activities/tokenizing": 3_040,
     "activities/tracking": 580,
     "activities/trajectories": 1_530,
-    "longshore": 7_900,  # local.py has an order of steps, as a workflow has; harbor.py reads its tasks
+    "longshore": 7_920,  # local.py has an order of steps, as a workflow has; harbor.py reads its tasks
     "megatron_worker": 6_030,  # layers.py is the Megatron engine's and the sampler's
     "megatron_worker/fsdp": 1_060,
     "megatron_worker/head": 1_500,
@@ -188,7 +188,7 @@ LINES_OF_ROOMS = {
     "service/database": 490,
     "service/host_http": 950,
     "service/inference": 1_960,
-    "service/runs": 2_500,
+    "service/runs": 2_510,
     "shared": 1_700,
     "shared/chat": 2_560,  # with the requests of Responses and Messages
     "shared/families": 2_660,  # two families and a kind of layer more than 2,450
