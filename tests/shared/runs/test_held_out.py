@@ -1,10 +1,12 @@
 """Held-out prompts of runs on datasets: what is refused, at which field, and what is asked of a worker and samplers."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+from longshore import local
 from longshore.dataset_runs import DistillRun, DPORun, RewardRun, SFTRun
 from shared.errors import InvalidInput
 from shared.jobs.job import Evaluation, HeldOutGrades
@@ -122,3 +124,9 @@ def test_a_job_ends_where_grades_are_due_and_not_given() -> None:
         waits = {step for step in range(26) if evaluation.awaits_grades(step, 25)}
         due = set() if every is None else {0, 25, *(range(0, 25, every) if every else ())}
         assert waits == due - ({10} if given else set())
+
+
+def test_a_local_run_leases_no_sampler(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        local.train(sft(), tmp_path)
+    assert refused.value.place == "rollouts"
