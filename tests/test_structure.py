@@ -188,7 +188,7 @@ LINES_OF_ROOMS = {
     "service/database": 490,
     "service/host_http": 950,
     "service/inference": 1_960,
-    "service/runs": 2_510,
+    "service/runs": 2_520,
     "shared": 1_700,
     "shared/chat": 2_560,  # with the requests of Responses and Messages
     "shared/families": 2_660,  # two families and a kind of layer more than 2,450

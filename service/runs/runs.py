@@ -19,6 +19,7 @@ from opentelemetry import trace
 from pydantic import Field
 from temporalio.client import Client, WorkflowExecutionDescription, WorkflowExecutionStatus, WorkflowHandle
 from temporalio.common import WorkflowIDReusePolicy
+from temporalio.converter import ActivitySerializationContext
 from temporalio.exceptions import WorkflowAlreadyStartedError
 from temporalio.service import RPCError, RPCStatusCode
 
@@ -58,6 +59,7 @@ logger = logging.getLogger("longshore.service")
 _SHARED_S = 0.5
 """Seconds for which a workflow's answer is used again."""
 _START_DUE_S = 30.0
+_DRAWING = ("sample", "draw_share")  # activities that tell `SamplesNow`
 _CONCURRENT = 8
 _MOST_A_TURN = 128
 _RUNNING = f'WorkflowType IN ("{SFT_WORKFLOW}", "{RL_WORKFLOW}", "{SESSION_WORKFLOW}") AND ExecutionStatus = "Running"'
@@ -197,10 +199,14 @@ async def _query(handle: WorkflowHandle[Any, Any]) -> RunStatus | None:
 
 async def _samples_now(client: Client, description: WorkflowExecutionDescription) -> SamplesNow | None:
     """Add up what the run's activities that draw samples have told with their heartbeats; None if there are none."""
-    found = []
+    found = list[SamplesNow]()
     for each in description.raw_description.pending_activities:
-        if each.activity_type.name in ("sample", "draw_share") and each.heartbeat_details.payloads:
-            found += await client.data_converter.decode(each.heartbeat_details.payloads, [SamplesNow])
+        if (name := each.activity_type.name) in _DRAWING and each.heartbeat_details.payloads:
+            # Sealed for this activity of this workflow alone.
+            by = ActivitySerializationContext(client.namespace, None, name, None, description.id, None, False)
+            opened = client.data_converter.with_context(by)
+            with suppress(RuntimeError):  # of a newer host, which tells what this service does not know
+                found += await opened.decode(each.heartbeat_details.payloads, [SamplesNow])
     return sum(found[1:], found[0]) if found else None
 
 

@@ -96,7 +96,7 @@ def test_a_run_says_how_many_of_its_episodes_run_wait_and_have_ended_and_why(
 
     now = wait_until(told, "an episode has ended, and others go on")["samples_now"]
     assert now["running"] + now["waiting"] + now.get("before", 0) + sum(now["ended"].values()) == 8, now
-    assert "ValueError: all hands (line 13)" in now["errors"][0], now
+    assert "ValueError: all hands (line 12)" in now["errors"][0], now
     words = stack.cli("get", run_id).stdout
     assert re.search(r"^samples: \d running, \d waiting, \d ended \(.*environment broke \d", words, re.MULTILINE), words
     assert "without a reward: ValueError: all hands" in words
