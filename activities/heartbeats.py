@@ -16,6 +16,7 @@ from functools import wraps
 from itertools import islice
 from typing import ParamSpec, TypeVar
 
+from pydantic import BaseModel
 from temporalio import activity
 from temporalio.exceptions import CancelledError
 
@@ -27,6 +28,13 @@ LOOK_EVERY_S = 0.2  # the length of the slices of a wait
 HOST_LEAVES = "the host is shutting down"
 """The error message of work that is given up because the host shuts down."""
 _log = logging.getLogger(__name__)
+_told: contextvars.ContextVar[list[BaseModel]] = contextvars.ContextVar("told")
+
+
+def tell(progress: BaseModel) -> None:
+    """Send this with the current activity's heartbeats from now on: whoever describes its workflow sees the newest."""
+    if (told := _told.get(None)) is not None:
+        told[:] = [progress]
 
 
 def on_thread(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -39,6 +47,7 @@ def on_thread(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def define(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)
         def run(*args: P.args, **options: P.kwargs) -> R:
+            _told.set([])  # before the heartbeat's thread copies the context
             with _beside(_beat, "heartbeat"):
                 return function(*args, **options)
 
@@ -50,7 +59,7 @@ def on_thread(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 def _beat(ended: threading.Event) -> None:
     while not ended.is_set():
         try:
-            activity.heartbeat()
+            activity.heartbeat(*_told.get())
         except Exception as error:  # a busy event loop, or a server that is away: the next heartbeat may succeed
             _log.warning("a heartbeat was not sent: %r", error)
         ended.wait(BEAT_EVERY_S)

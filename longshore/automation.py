@@ -9,6 +9,7 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from pydantic import AfterValidator, AliasChoices, Field, JsonValue, model_validator
 
+from longshore.dataset_runs import HELD_OUT_METRICS
 from longshore.fields import Frozen, Name, pattern
 from longshore.runs import RLRun, Run, RunId, Tenant
 from longshore.training import SessionRun, Watched, more_is_better
@@ -223,10 +224,13 @@ class Sweep(Frozen):
     @property
     def _evaluated_every(self) -> int | None:
         """Steps from one evaluation of a run to the next; 0: only at its end; None: never."""
-        if isinstance(self.run, RLRun):
-            return self.run.held_out.every_steps if self.run.held_out else None
-        assert not isinstance(self.run, SessionRun)
-        return self.run.eval_every if self.run.evaluations else None
+        run = self.run
+        assert not isinstance(run, SessionRun)
+        held_out = run.rollouts.held_out if run.rollouts is not None else None
+        is_of_rows = not isinstance(run, RLRun) and bool(run.evaluations)
+        if held_out is not None and (not is_of_rows or self.measured.removeprefix("best_") in held_out.metric_names):
+            return held_out.every_steps
+        return run.eval_every if not isinstance(run, RLRun) and is_of_rows else None
 
     @property
     def num_trials(self) -> int:
@@ -242,7 +246,7 @@ class Sweep(Frozen):
             return self.metric
         if self.halving is None and (kept := self._watched and self._watched.keeps_by):
             return f"best_{kept}"
-        return "eval_reward_mean" if self.run.kind == "rl" else "eval_loss"
+        return self._watched.usual_metric if self._watched is not None else HELD_OUT_METRICS[0]
 
     @property
     def _watched(self) -> Watched | None:

@@ -15,7 +15,9 @@ from pydantic import (
 )
 
 from longshore import training
+from longshore.environments import Agent, PythonEnvironment
 from longshore.fields import Frozen, Name, added, pattern
+from longshore.grading import UNGRADED, EnvironmentGrader, Grader, parts_of
 from longshore.losses import (
     MOST_TEACHERS,
     DistillationSettings,
@@ -364,6 +366,162 @@ class TrainedRun(Frozen):
         )
 
 
+# --- Prompts that a run samples by itself, and how their samples are graded ---
+
+HELD_OUT_METRICS = ("eval_reward_mean", "eval_reward_std", "eval_response_tokens_mean", "eval_truncation_rate")
+
+
+class HeldOutPrompts(Frozen):
+    """Held-out prompts, sampled and graded before the first step, every `every_steps`, and after the last."""
+
+    prompts: PromptsSource | None = Field(
+        default=None, description="held-out prompts, sampled and graded before and after"
+    )
+    sets: NamedPrompts = added(
+        {},
+        max_length=16,
+        description="held-out prompts by name, instead of prompts: each is evaluated, as eval_NAME_reward_mean",
+    )
+    every_steps: int = Field(
+        default=0, ge=0, description="train steps from one evaluation to the next; 0: only before and after"
+    )
+    samples_per_prompt: int = Field(default=1, ge=1, le=1024, description="samples of each held-out prompt")
+    temperature: float = Field(default=0.0, ge=0, le=10, description="temperature of held-out samples; 0: greedy")
+
+    @property
+    def evaluations(self) -> dict[str, DatasetSource]:
+        """The held-out prompts by name; those of `prompts` have an empty one."""
+        return {"": self.prompts} if self.prompts is not None else self.sets
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """The metrics that may decide. With names, `eval_reward_mean` is the mean of all sets together."""
+        if not self.sets:
+            return HELD_OUT_METRICS
+        of_sets = (metric.replace("eval", f"eval_{name}", 1) for name in self.sets for metric in HELD_OUT_METRICS)
+        return (HELD_OUT_METRICS[0], *of_sets)
+
+    def check_metrics(self, names: set[str]) -> None:
+        """Raise ValueError if one of these metrics is none of held-out prompts."""
+        if unknown := names.difference(self.metric_names):
+            known = ", ".join(self.metric_names)
+            raise ValueError(f"{unknown.pop()} is no metric of held-out prompts; they have {known}")
+
+    def is_due(self, step: int) -> bool:
+        """Return True if a step, counted from 1, is evaluated."""
+        return bool(self.every_steps) and step % self.every_steps == 0
+
+    @model_validator(mode="after")
+    def _has_prompts(self) -> Self:
+        if self.prompts is None and not self.sets:
+            missing = {"type": "missing", "loc": ("prompts",), "input": self}
+            raise ValidationError.from_exception_data("held_out", [missing])  # type: ignore[list-item]
+        if self.prompts is not None and self.sets:
+            raise ValueError("sets: give the data of prompts a name there, and drop prompts")
+        return self
+
+    @model_validator(mode="after")
+    def _greedy_once(self) -> Self:
+        if self.temperature == 0 and self.samples_per_prompt > 1:
+            raise ValueError("greedy samples of a prompt are all the same: one is enough")
+        return self
+
+
+class GradedSamples(Frozen):
+    """How prompts are sampled, and how the samples are graded."""
+
+    grader: Grader = Field(
+        default=UNGRADED,
+        description="the grader of samples, with OpenAI's fields (docs/graders.md); distillation needs none",
+    )
+    environment: PythonEnvironment | None = added(
+        None, description="plays an episode of several turns with the policy, for each sample (docs/agents.md)"
+    )
+    agent: Agent | None = added(
+        None, description="a program that asks the policy by itself, in a sandbox, for each sample (docs/agents.md)"
+    )
+    max_completion_tokens: int = Field(default=256, ge=1, le=1_048_575, description="longest sample")
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        default=(), max_length=16, description="text that ends a sample"
+    )
+    sampler: training.SamplerKind = Field(
+        default="own", description="the sampler that a host starts: Longshore's own, or vLLM"
+    )
+    sampler_url: str | None = Field(
+        default=None,
+        max_length=2048,
+        description="a server with vLLM's protocol; if absent, the installation's sampler",
+    )
+    samplers: int = Field(
+        default=1,
+        ge=1,
+        le=16,
+        description="most samplers to lease; a step's prompts are divided among those that are up",
+    )
+    max_lost_fraction: float = Field(
+        default=0.1, ge=0, le=1, description="largest share of prompts that may be too long to leave room for an answer"
+    )
+    probe_bound: float | None = Field(
+        default=None,
+        gt=0,
+        description="largest difference in nats between sampler and trainer on a probe text; None: 1e-4 in float32, "
+        "0.3 in bfloat16",
+    )
+
+    @property
+    def has_episodes(self) -> bool:
+        """True if a sample is an episode, which may have several answers."""
+        return self.environment is not None or self.agent is not None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _environments_grade(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or given.get("grader") is not None:
+            return given
+        has_episodes = given.get("environment") is not None or given.get("agent") is not None
+        return given | {"grader": EnvironmentGrader()} if has_episodes else given
+
+    @model_validator(mode="after")
+    def _has_an_environment(self) -> Self:
+        if self.environment is not None and self.agent is not None:
+            raise ValueError("agent: an episode has an environment or an agent, not both: drop one")
+        for place, part in parts_of(self.grader).items():
+            if not self.has_episodes and isinstance(part, EnvironmentGrader):
+                raise ValueError(f"{place}: an environment's reward needs one: give environment")
+        return self
+
+    @model_validator(mode="after")
+    def _samplers_are_leased(self) -> Self:
+        if self.samplers > 1 and self.sampler_url is not None:
+            raise ValueError("a sampler behind a URL is one: drop samplers, or sampler_url")
+        return self
+
+
+class HeldOutRollouts(GradedSamples):
+    """What a run on a dataset samples by itself: held-out prompts alone."""
+
+    held_out: HeldOutPrompts
+
+    @model_validator(mode="after")
+    def _are_graded(self) -> Self:
+        if self.grader == UNGRADED:
+            raise ValueError("grader is missing: held-out prompts are sampled to be graded")
+        return self
+
+
+def check_rollouts(run: TrainedRun, max_tokens: int, rollouts: GradedSamples) -> None:
+    """Raise ValueError if samplers cannot draw these samples from the run's model."""
+    if rollouts.max_completion_tokens >= max_tokens:
+        raise ValueError("max_tokens must hold a prompt too: more than rollouts.max_completion_tokens")
+    if rollouts.sampler_url is not None and run.trainable.kind == "full":
+        raise ValueError("full training needs a sampler that takes whole weights: drop rollouts.sampler_url")
+    if run.quantize_base is not None and rollouts.probe_bound is None:
+        raise ValueError(
+            "quantize_base: samplers hold the base as it is in its files, so that their log-probabilities differ: "
+            "say by rollouts.probe_bound how far, in nats, or drop quantize_base"
+        )
+
+
 class _DatasetRun(training.Watched, TrainedRun):
     """Common fields of runs on a dataset: either epochs or steps, and either batch_size or batch_tokens."""
 
@@ -389,6 +547,9 @@ class _DatasetRun(training.Watched, TrainedRun):
     eval_every: int = Field(default=0, ge=0, description="evaluate every this many steps; 0: only before and after")
     num_samples: int = Field(default=0, ge=0, le=16, description="greedy completions at each evaluation")
     sample_tokens: int = Field(default=64, ge=1, le=1024, description="longest greedy completion")
+    rollouts: HeldOutRollouts | None = added(
+        None, description="held-out prompts, sampled and graded before, during and after the training"
+    )
     checkpoint_every: int = Field(default=0, ge=0, description="steps between checkpoints; 0: a tenth of the run")
     keep_checkpoints: int = Field(default=2, ge=1, le=1000, description="how many of the newest checkpoints are kept")
 
@@ -415,14 +576,43 @@ class _DatasetRun(training.Watched, TrainedRun):
             raise ValueError("eval_datasets: give the data of eval_dataset a name there, and drop eval_dataset")
         if not self.evaluations and (self.num_samples or self.eval_every):
             raise ValueError("num_samples and eval_every need an eval_dataset: its rows are what is shown")
-        if self.watched and not (self.evaluations and self.eval_every):
-            field = "early_stop" if self.keep == "last" else "keep"
-            raise ValueError(f"{field}: set eval_dataset and eval_every, for evaluations between the steps")
+        held_out = self.rollouts.held_out if self.rollouts is not None else None
+        of_prompts = self.watched.intersection(HELD_OUT_METRICS if held_out is None else held_out.metric_names)
+        decides = "early_stop" if self.keep == "last" else "keep"
+        if held_out is not None and not self.evaluations:
+            held_out.check_metrics(self.watched)
+        if of_prompts and not (held_out is not None and held_out.every_steps):
+            raise ValueError(
+                f"{decides}: set rollouts.held_out and its every_steps, for evaluations between the steps: "
+                f"{min(of_prompts)} is of held-out prompts"
+            )
+        if self.watched - of_prompts and not (self.evaluations and self.eval_every):
+            raise ValueError(f"{decides}: set eval_dataset and eval_every, for evaluations between the steps")
+        if of_prompts and self.watched - of_prompts and held_out and held_out.every_steps != self.eval_every:
+            raise ValueError(
+                "best_by and early_stop.metric: one is of an eval_dataset and one of held-out prompts, so set "
+                "rollouts.held_out.every_steps to eval_every: an evaluation that decides has both"
+            )
         for field, metric in self._watched_by():
-            if self.eval_datasets and not any(metric.startswith(f"eval_{name}_") for name in self.eval_datasets):
+            is_of_rows = metric not in of_prompts
+            if (
+                is_of_rows
+                and self.eval_datasets
+                and not any(metric.startswith(f"eval_{name}_") for name in self.eval_datasets)
+            ):
                 known = ", ".join(f"eval_{name}_loss" for name in self.eval_datasets)
                 raise ValueError(f"{field}: eval_datasets have no {metric}; they have {known}, and other metrics")
         return self
+
+    @model_validator(mode="after")
+    def _rollouts_fit(self) -> Self:
+        if self.rollouts is not None:
+            check_rollouts(self, self.max_tokens, self.rollouts)
+        return self
+
+    @property
+    def usual_metric(self) -> str:
+        return "eval_loss" if self.evaluations or self.rollouts is None else HELD_OUT_METRICS[0]
 
     def _watched_by(self) -> Iterator[tuple[str, str]]:
         """Yield the metrics that decide, each with the field that it is of."""
@@ -581,8 +771,8 @@ class RewardRun(_DatasetRun):
     def _trains_the_language_head(self) -> Self:
         if self.trainable.head != self.head:
             raise ValueError(f"trainable.head: objective and score_fields say it ({self.head}): drop it")
-        if self.num_samples:
-            raise ValueError("num_samples: a head of scalars writes no text: drop it")
+        if self.num_samples or self.rollouts is not None:
+            raise ValueError("num_samples and rollouts: a head of scalars writes no text: drop them")
         if self.score_fields is not None and (self.reads_pairs or self.per_turn or "labels" in self.score_fields):
             raise ValueError("score_fields are of squared_error without per_turn, which reads `labels`: drop them")
         if self.reads_pairs and self.per_turn:

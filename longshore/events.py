@@ -79,12 +79,16 @@ class Evaluating(_Event):
 
 
 class Evaluated(_Event):
-    """Held-out metrics and samples of the weights after `step` steps."""
+    """Held-out metrics and samples of the weights after `step` steps.
+
+    `drawn`: URIs of the samples that samplers drew from them, by name: `eval`, or `eval_NAME`.
+    """
 
     event: Literal["evaluated"] = "evaluated"
     step: int
     metrics: dict[str, float]
     samples: tuple[EvaluationSample, ...] = ()
+    drawn: dict[str, str] = added({})
 
 
 class Probed(_Event):
@@ -132,12 +136,17 @@ class Best(Frozen):
 
 
 class Succeeded(_Event):
-    """All steps are done, or `early_stop` has ended them. `best`: the evaluation whose weights are published."""
+    """All steps are done, or `early_stop` has ended them. `best`: the evaluation whose weights are published.
+
+    `awaits_grades`: not all are done, as samplers are to answer held-out prompts with the weights of this step; the
+    run's next job goes on with what they found.
+    """
 
     event: Literal["succeeded"] = "succeeded"
     step: int
     device: Device
     best: Best | None = None
+    awaits_grades: bool = added(False)
 
 
 class Failed(_Event):

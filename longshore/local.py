@@ -139,6 +139,9 @@ def _check(run: DatasetRun | RLRun, settings: Settings) -> None:
     if not isinstance(run, SFTRun | DPORun | DistillRun | RewardRun | RLRun):
         raise InvalidInput("a local run is one on a dataset, or an RL run that makes its own rollouts", "kind")
     refused = [("layout.nodes", run.layout.nodes > 1, "a local run is of one machine")]
+    if not isinstance(run, RLRun):
+        rule = "samplers are leased for a dataset run's held-out prompts, and a local run leases none"
+        refused.append(("rollouts", run.rollouts is not None, rule))
     if isinstance(run, DistillRun):
         refused.append(("teacher_key", run.teacher_key is not None, "an installation has keys of teachers"))
     if isinstance(run, RLRun):

@@ -1,93 +1,52 @@
 """Runs as users start and see them. Each is one Temporal workflow; the run's id is the workflow's id."""
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, JsonValue, ValidationError, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from longshore import losses
 from longshore.dataset_runs import (
+    HELD_OUT_METRICS,
     PEAK,
-    DatasetSource,
     DistillRun,
     DPORun,
-    NamedPrompts,
+    GradedSamples,
+    HeldOutPrompts,
     PromptsDataset,
-    PromptsSource,
     RewardRun,
     SFTRun,
     TrainedRun,
+    check_rollouts,
 )
-from longshore.environments import Agent, PythonEnvironment
 from longshore.fields import NO_NUL, Frozen, Name, added, pattern
-from longshore.grading import UNGRADED, EnvironmentGrader, Grader, parts_of
-from longshore.training import Dtype, Full, SamplerKind, SessionRun, Watched, WeightSync, fields_fit_engine
+from longshore.grading import UNGRADED
+from longshore.training import Dtype, Full, SessionRun, Watched, WeightSync, fields_fit_engine
 
 # --- Settings of an RL run's own rollouts: prompts, grader, samplers, and held-out prompts ---
 
-HELD_OUT_METRICS = ("eval_reward_mean", "eval_reward_std", "eval_response_tokens_mean", "eval_truncation_rate")
 _MOST_REDRAWN = _MOST_BEGUN = 4096  # groups; their numbers are sent through Temporal
 
 
-class HeldOut(Watched):
-    """Held-out prompts, sampled and graded before the first step, every `every_steps`, and after the last."""
+class HeldOut(Watched, HeldOutPrompts):
+    """Held-out prompts, and what their evaluations decide."""
 
-    _usual_metric: ClassVar[str] = "eval_reward_mean"
-
-    prompts: PromptsSource | None = Field(
-        default=None, description="held-out prompts, sampled and graded before and after"
-    )
-    sets: NamedPrompts = added(
-        {},
-        max_length=16,
-        description="held-out prompts by name, instead of prompts: each is evaluated, as eval_NAME_reward_mean",
-    )
-    every_steps: int = Field(
-        default=0, ge=0, description="train steps from one evaluation to the next; 0: only before and after"
-    )
-    samples_per_prompt: int = Field(default=1, ge=1, le=1024, description="samples of each held-out prompt")
-    temperature: float = Field(default=0.0, ge=0, le=10, description="temperature of held-out samples; 0: greedy")
     target: float | None = Field(
         default=None, allow_inf_nan=False, description="the run ends after the step that reaches this mean grade"
     )
 
     @property
-    def evaluations(self) -> dict[str, DatasetSource]:
-        """The held-out prompts by name; those of `prompts` have an empty one."""
-        return {"": self.prompts} if self.prompts is not None else self.sets
-
-    def is_due(self, step: int) -> bool:
-        """Return True if a step, counted from 1, is evaluated."""
-        return bool(self.every_steps) and step % self.every_steps == 0
-
-    @model_validator(mode="after")
-    def _has_prompts(self) -> Self:
-        if self.prompts is None and not self.sets:
-            missing = {"type": "missing", "loc": ("prompts",), "input": self}
-            raise ValidationError.from_exception_data("held_out", [missing])  # type: ignore[list-item]
-        if self.prompts is not None and self.sets:
-            raise ValueError("sets: give the data of prompts a name there, and drop prompts")
-        return self
-
-    @model_validator(mode="after")
-    def _greedy_once(self) -> Self:
-        if self.temperature == 0 and self.samples_per_prompt > 1:
-            raise ValueError("greedy samples of a prompt are all the same: one is enough")
-        return self
+    def usual_metric(self) -> str:
+        return HELD_OUT_METRICS[0]
 
     @model_validator(mode="after")
     def _its_metrics_decide(self) -> Self:
         if self.watched and not self.every_steps:
             raise ValueError("keep and early_stop: set every_steps, for evaluations between the steps")
-        known = list(HELD_OUT_METRICS)
-        if self.sets:  # the mean is also that of all sets together
-            of_sets = (metric.replace("eval", f"eval_{name}", 1) for name in self.sets for metric in HELD_OUT_METRICS)
-            known = [HELD_OUT_METRICS[0], *of_sets]
-        if unknown := self.watched - set(known):
-            raise ValueError(f"{unknown.pop()} is no metric of held-out prompts; they have {', '.join(known)}")
+        self.check_metrics(self.watched)
         return self
 
 
-class Rollouts(Frozen):
+class Rollouts(GradedSamples):
     """Settings of a run's own rollouts: the prompts of a step are sampled, graded, and trained on.
 
     Steps take the prompts in an order shuffled by (seed, epoch). Counted from 0, the prompts of step t are always
@@ -97,16 +56,6 @@ class Rollouts(Frozen):
     """
 
     prompts: PromptsDataset = Field(description="rows whose last message, or prompt_field, the model answers")
-    grader: Grader = Field(
-        default=UNGRADED,
-        description="the grader of samples, with OpenAI's fields (docs/graders.md); distillation needs none",
-    )
-    environment: PythonEnvironment | None = added(
-        None, description="plays an episode of several turns with the policy, for each sample (docs/agents.md)"
-    )
-    agent: Agent | None = added(
-        None, description="a program that asks the policy by itself, in a sandbox, for each sample (docs/agents.md)"
-    )
     prompts_per_step: int = Field(default=32, ge=1, le=65_536, description="groups per step")
     group_size: int = Field(default=8, ge=1, le=1024, description="samples of each prompt")
     redraws: int = Field(
@@ -115,10 +64,6 @@ class Rollouts(Frozen):
     epochs: float | None = Field(default=None, gt=0, le=1000, description="passes over the prompts, instead of steps")
     steps: int | None = Field(
         default=None, ge=0, le=1_000_000, description="train steps of the run's own rollouts; 0: held-out prompts alone"
-    )
-    max_completion_tokens: int = Field(default=256, ge=1, le=1_048_575, description="longest sample")
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
-        default=(), max_length=16, description="text that ends a sample"
     )
     top_p: float = Field(
         default=1.0, gt=0, le=1, description="sample from the likeliest tokens that together have this probability"
@@ -130,32 +75,11 @@ class Rollouts(Frozen):
         description="a step waits for no slow prompt: it trains the oldest that are complete of those sampled ahead, "
         "and later steps the others; which, depends on time",
     )
-    sampler: SamplerKind = Field(default="own", description="the sampler that a host starts: Longshore's own, or vLLM")
-    sampler_url: str | None = Field(
-        default=None,
-        max_length=2048,
-        description="a server with vLLM's protocol; if absent, the installation's sampler",
-    )
-    samplers: int = Field(
-        default=1,
-        ge=1,
-        le=16,
-        description="most samplers to lease; a step's prompts are divided among those that are up",
-    )
     colocate: bool = Field(default=False, description="trainer and sampler share one device, and use it in turn")
     weight_sync: WeightSync = WeightSync()
     routing_replay: Literal["on", "off"] = Field(
         default="on",
         description="for mixtures of experts: the trainer uses the experts that the sampler chose for each token",
-    )
-    max_lost_fraction: float = Field(
-        default=0.1, ge=0, le=1, description="largest share of prompts that may be too long to leave room for an answer"
-    )
-    probe_bound: float | None = Field(
-        default=None,
-        gt=0,
-        description="largest difference in nats between sampler and trainer on a probe text; None: 1e-4 in float32, "
-        "0.3 in bfloat16",
     )
     max_ungraded_fraction: float = Field(
         default=0.1,
@@ -169,28 +93,6 @@ class Rollouts(Frozen):
         "within the step), so that they carry no information",
     )
     held_out: HeldOut | None = None
-
-    @property
-    def has_episodes(self) -> bool:
-        """True if a sample is an episode, which may have several answers."""
-        return self.environment is not None or self.agent is not None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _environments_grade(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or given.get("grader") is not None:
-            return given
-        has_episodes = given.get("environment") is not None or given.get("agent") is not None
-        return given | {"grader": EnvironmentGrader()} if has_episodes else given
-
-    @model_validator(mode="after")
-    def _has_an_environment(self) -> Self:
-        if self.environment is not None and self.agent is not None:
-            raise ValueError("agent: an episode has an environment or an agent, not both: drop one")
-        for place, part in parts_of(self.grader).items():
-            if not self.has_episodes and isinstance(part, EnvironmentGrader):
-                raise ValueError(f"{place}: an environment's reward needs one: give environment")
-        return self
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
@@ -217,12 +119,6 @@ class Rollouts(Frozen):
                 f"carry_over: at most {_MOST_BEGUN} prompts are begun and not trained: lower prompts_per_step, or "
                 "off_policy_steps"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _samplers_are_leased(self) -> Self:
-        if self.samplers > 1 and self.sampler_url is not None:
-            raise ValueError("a sampler behind a URL is one: drop samplers, or sampler_url")
         return self
 
     @model_validator(mode="after")
@@ -363,13 +259,6 @@ class RLRun(TrainedRun):
             return self.max_tokens
         return self.rollouts.max_completion_tokens
 
-    def samples_of(self, which: str) -> int:
-        """Return the samples of a prompt in a train step, or else in an evaluation."""
-        if self.rollouts is None:
-            return 1
-        held_out = self.rollouts.held_out
-        return self.rollouts.group_size if which == "train" or held_out is None else held_out.samples_per_prompt
-
     @property
     def planned_steps(self) -> int | None:
         """Optimizer steps of the run, if their number is known; fewer are done if steps have few groups."""
@@ -384,8 +273,6 @@ class RLRun(TrainedRun):
             raise ValueError(f"overlong.buffer_tokens: an answer has at most {self.longest_answer} tokens")
         if self.bin_tokens is not None and self.bin_tokens < self.max_tokens:
             raise ValueError("bin_tokens must hold a trajectory: at least max_tokens")
-        if self.rollouts is not None and self.rollouts.sampler_url is not None and self.trainable.kind == "full":
-            raise ValueError("full training needs a sampler that takes whole weights: drop rollouts.sampler_url")
         if isinstance(self.loss, losses.Distillation):
             losses.check_teacher_is_frozen(self.trainable, self.loss)
             if self.advantages != "none":
@@ -428,13 +315,7 @@ class RLRun(TrainedRun):
             return self
         if rollouts.colocate and self.between_steps == "keep":
             raise ValueError("rollouts.colocate: the trainer leaves the device after a step: between_steps is offload")
-        if rollouts.max_completion_tokens >= self.max_tokens:
-            raise ValueError("max_tokens must hold a prompt too: more than rollouts.max_completion_tokens")
-        if self.quantize_base is not None and rollouts.probe_bound is None:
-            raise ValueError(
-                "quantize_base: samplers hold the base as it is in its files, so that their log-probabilities differ: "
-                "say by rollouts.probe_bound how far, in nats, or drop quantize_base"
-            )
+        check_rollouts(self, self.max_tokens, rollouts)
         if self.max_staleness is not None and rollouts.off_policy_steps > self.max_staleness:
             raise ValueError("rollouts.off_policy_steps goes beyond max_staleness: every later step would be refused")
         if self.max_staleness is not None and rollouts.carry_over:
@@ -473,6 +354,14 @@ def _completion_tokens(given: dict[str, Any]) -> int:
 
 Kind = Literal["sft", "dpo", "distill", "reward", "rl", "session"]
 Run = Annotated[SFTRun | DPORun | DistillRun | RewardRun | RLRun | SessionRun, Field(discriminator="kind")]
+
+
+def samples_of(run: Run, which: str) -> int:
+    """Return the samples of a prompt in a train step (`train`), or else in an evaluation."""
+    rollouts = None if isinstance(run, SessionRun) else run.rollouts
+    if isinstance(rollouts, Rollouts) and which == "train":
+        return rollouts.group_size
+    return 1 if rollouts is None or rollouts.held_out is None else rollouts.held_out.samples_per_prompt
 
 
 def dtype_of(run: Run) -> Dtype:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from re import _constants as op  # type: ignore[attr-defined]
 from re import _parser  # type: ignore[attr-defined]
-from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, TypeVar, get_args
+from typing import Annotated, Any, Literal, Protocol, Self, TypeVar, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError, SchemaValidator, core_schema
@@ -568,7 +568,7 @@ class EarlyStop(Frozen):
     """Ends a run whose evaluations no longer get better."""
 
     metric: EvaluationMetric | None = Field(
-        default=None, description="absent: eval_loss, or eval_reward_mean of an rl run"
+        default=None, description="absent: eval_loss, or eval_reward_mean if only held-out prompts are evaluated"
     )
     patience: int = Field(ge=1, le=1000, description="the run ends after this many evaluations without a better value")
 
@@ -585,18 +585,22 @@ class Watched(Frozen):
     early_stop: EarlyStop | None = Field(
         default=None, description="ends the run when its evaluations no longer get better"
     )
-    _usual_metric: ClassVar[str] = "eval_loss"
+
+    @property
+    def usual_metric(self) -> str:
+        """The metric that decides if none is named."""
+        return "eval_loss"
 
     @property
     def keeps_by(self) -> str | None:
         """The metric that decides which weights are kept; None: the last weights are published."""
         chosen = self.best_by or (self.early_stop.metric if self.early_stop else None)
-        return (chosen or self._usual_metric) if self.keep == "best" else None
+        return (chosen or self.usual_metric) if self.keep == "best" else None
 
     @property
     def stops_by(self) -> str | None:
         """The metric that ends the run; None: nothing does."""
-        return (self.early_stop.metric or self._usual_metric) if self.early_stop else None
+        return (self.early_stop.metric or self.usual_metric) if self.early_stop else None
 
     @property
     def watched(self) -> set[str]:

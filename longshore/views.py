@@ -79,6 +79,28 @@ class PhaseSpan(Frozen):
     lease: int = 0
 
 
+class SamplesNow(Frozen):
+    """The samples, or episodes, that a run draws at the moment: of a train step, of steps ahead, or of an evaluation.
+
+    `before`: those that an interrupted attempt has drawn and stored, which are not drawn again. `ended`: the
+    others, by the reason of their end. `errors`: what the first few without a reward failed with.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    before: int = 0
+    ended: dict[str, int] = Field(default_factory=dict)
+    errors: tuple[Remark, ...] = ()
+
+    def __add__(self, other: "SamplesNow") -> "SamplesNow":
+        ended = {end: self.ended.get(end, 0) + other.ended.get(end, 0) for end in {**self.ended, **other.ended}}
+        sums = {name: getattr(self, name) + getattr(other, name) for name in ("running", "waiting", "before")}
+        return SamplesNow(**sums, ended=ended, errors=(*self.errors, *other.errors)[:MOST_ERRORS])
+
+
+MOST_ERRORS = 5
+
+
 class RunStatus(Frozen):
     """A run's status: the answer of the workflow's `status` query, and the contents of `result.json` afterwards."""
 
@@ -125,6 +147,7 @@ class RunStatus(Frozen):
         description="the run was paused because its client sent nothing; the client's next command or step resumes it",
     )
     gpu_seconds: float = Field(default=0.0, description="seconds that workers were leased, times their ranks")
+    samples_now: SamplesNow | None = added(None, description="what its samplers and environments do at the moment")
 
 
 StepKey = Annotated[str, Field(min_length=1, max_length=256)]
@@ -257,11 +280,15 @@ class StepMetrics(Frozen):
 
 
 class EvaluationMetrics(Frozen):
-    """Held-out metrics and greedy completions after a step; step 0 is before training."""
+    """Held-out metrics and greedy completions after a step; step 0 is before training.
+
+    `drawn`: of graded held-out prompts, URIs of the samples by name: `eval`, or `eval_NAME`.
+    """
 
     step: int
     metrics: dict[str, float]
     samples: tuple[EvaluationSample, ...] = ()
+    drawn: dict[str, str] = added({})
 
 
 class TrainStepMetrics(Frozen):

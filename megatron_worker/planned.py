@@ -162,7 +162,8 @@ class PlannedSteps(Program):
                 role = partial(logprobs_role, column="ref_logprob_N")
             case _:
                 return
-        steps = range(0 if plan.critic is not None else self._done(), plan.num_steps)
+        last = plan.evaluation.next_graded(self._done(), plan.num_steps)
+        steps = range(0 if plan.critic is not None else self._done(), last)
         for of, number in self._teachers(slot):
             yield role(of, self.data, steps, plan.temperature, at_N=_targets_of(self.data, number))
             for held_out in (each.data for each in self.evaluators if each.wants_reference):
@@ -191,7 +192,7 @@ class PlannedSteps(Program):
         """Do the steps that are left, with evaluations and checkpoints between them."""
         with self.slot.dispatcher.resident(self.slot.slot):
             evaluated = yield from self._evaluate()
-            while not self._is_done() and not self.slot.cancelled():
+            while not self._is_done() and not self._awaits_grades() and not self.slot.cancelled():
                 yield None
                 yield from self._step()
                 every = self.plan.checkpointing.every_steps
@@ -200,16 +201,21 @@ class PlannedSteps(Program):
                 evaluated = yield from self._evaluate()
             with self.slot.sent() if self._is_done() else nullcontext():
                 self.slot.save()
-        if not (self._is_done() and evaluated):
+        awaits = self._awaits_grades()
+        if not (evaluated and (awaits or self._is_done())):
             return Outcome("cancelled", self.slot.at)
         if self.plan.probe:
             logprobs = self.slot.dispatcher.probe(self.slot.slot, self.plan.probe)
             self.slot.report.emit(Probed, step=self.slot.at, logprobs=logprobs)
-        return Outcome("succeeded", self.slot.at, kept=self._kept(), best=self._best())
+        best = None if awaits else self._best()
+        return Outcome("succeeded", self.slot.at, kept=self._kept(), best=best, awaits_grades=awaits)
 
     def _done(self) -> int:
         """Return the steps of the plan that are done."""
         return self.slot.at - self.plan.first_step
+
+    def _awaits_grades(self) -> bool:
+        return self.plan.evaluation.awaits_grades(self._done(), self.plan.num_steps)
 
     def _is_done(self) -> bool:
         return self.slot.at == self.plan.last_step or self.plan.evaluation.is_over(self.slot.evaluations)
@@ -269,36 +275,44 @@ class PlannedSteps(Program):
         Raises InvalidInput: the evaluation lacks a metric that is watched.
         """
         dispatcher, emit = self.slot.dispatcher, self.slot.report.emit
-        if not is_due(self.plan.evaluation, self._done(), self.plan.num_steps):
+        evaluation, graded = self.plan.evaluation, self.plan.evaluation.graded
+        if graded is not None and graded.step != self._done():
+            graded = None
+        of_rows = is_due(evaluation, self._done(), self.plan.num_steps)
+        if self._awaits_grades() or not (of_rows or graded):
             return True
-        metrics: dict[str, float] = {}
+        metrics = {name.removeprefix("eval_"): v for name, v in graded.metrics.items()} if graded else {}
         samples: tuple[EvaluationSample, ...] = ()
 
         def tell(place: int, part: Literal["rows", "samples"], done: float) -> None:
             whole = (place + done) / len(self.evaluators)
             emit(Evaluating, step=self.slot.at, fraction=whole, part=part)
 
-        for place, evaluator in enumerate(self.evaluators):
+        evaluators = self.evaluators if of_rows else ()
+        for place, evaluator in enumerate(evaluators):
             passes = dispatcher.evaluate(self.slot.slot, evaluator.data, evaluator.loss_function, self.slot.cancelled)
             num_passes = dispatcher.num_scoring_passes(evaluator.data)
             sums = yield from with_progress(passes, num_passes, partial(tell, place, "rows"))
             if sums is None:
                 return False
             metrics |= evaluator.metrics(sums)
-        for place, evaluator in enumerate(self.evaluators):
+        for place, evaluator in enumerate(evaluators):
             sampling = evaluator.samples(partial(dispatcher.greedy, self.slot.slot), self.slot.cancelled)
             num_passes = evaluator.num_sampling_passes
             shown = yield from with_progress(sampling, num_passes, partial(tell, place, "samples"))
             if shown is None:
                 return False
             samples += shown
-        emit(Evaluated, step=self.slot.at, metrics=metrics, samples=samples)
+        drawn = graded.samples if graded else {}
+        emit(Evaluated, step=self.slot.at, metrics=metrics, samples=samples, drawn=drawn)
         self._watch({f"eval_{name}": value for name, value in metrics.items()})
         return True
 
     def _watch(self, metrics: Mapping[str, float]) -> None:
         evaluation = self.plan.evaluation
         for name in sorted(evaluation.watched - metrics.keys()):
+            if self._done() and evaluation.graded_every is not None:
+                return  # of rows and of prompts, which are evaluated after other steps, only one kind decides
             known = ", ".join(sorted(metrics))
             raise InvalidInput(f"the evaluations have no {name}; they have {known}", "best_by or early_stop.metric")
         if evaluation.watched and self._done():  # before the first step there is nothing to publish

@@ -150,7 +150,7 @@ class Outcome:
     """The outcome of a job, and the number of steps done. `fault`: the reason if it failed.
 
     `kept`: the state that it left in its slots, if another job is expected to continue from it. `best`: the evaluation
-    whose weights are kept, if the job keeps the best.
+    whose weights are kept, if the job keeps the best. `awaits_grades`: steps are left, as `Succeeded` says.
     """
 
     state: Literal["succeeded", "failed", "cancelled"]
@@ -158,6 +158,7 @@ class Outcome:
     fault: Fault | None = None
     kept: WarmState | None = None
     best: Best | None = None
+    awaits_grades: bool = False
 
 
 Passes = Generator[Awaited | None, None, Outcome]

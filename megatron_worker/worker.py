@@ -466,7 +466,8 @@ def _conclude(job: Job, outcome: Outcome, warm: WarmEngine, report: EventLog) ->
     device = "held" if is_held else "released"
     match outcome.state:
         case "succeeded":
-            report.emit(Succeeded, step=outcome.step, device=device, best=outcome.best)
+            ended = {"best": outcome.best, "awaits_grades": outcome.awaits_grades}
+            report.emit(Succeeded, step=outcome.step, device=device, **ended)
         case "cancelled":
             report.emit(Cancelled, step=outcome.step, device=device)
         case "failed":

@@ -155,7 +155,7 @@ def test_lock_holds_every_direct_dependency() -> None:
 # The most lines of Python that a room has: a package's own modules, or a folder of it with all below. Modules and
 # functions have no limit. Growth beyond this is a decision, which changes the table.
 LINES_OF_ROOMS = {
-    "activities": 1_120,
+    "activities": 1_130,
     "activities/formats": 1_510,
     "activities/grading": 1_080,
     "activities/hosts": 2_950,
@@ -167,7 +167,7 @@ LINES_OF_ROOMS = {
     "activities/tokenizing": 3_040,
     "activities/tracking": 580,
     "activities/trajectories": 1_530,
-    "longshore": 7_880,  # local.py has an order of steps, as a workflow has; harbor.py reads its tasks
+    "longshore": 7_920,  # local.py has an order of steps, as a workflow has; harbor.py reads its tasks
     "megatron_worker": 6_045,  # layers.py is the Megatron engine's and the sampler's
     "megatron_worker/fsdp": 1_060,
     "megatron_worker/head": 1_500,
@@ -192,12 +192,12 @@ LINES_OF_ROOMS = {
     "shared": 1_700,
     "shared/chat": 2_560,  # with the requests of Responses and Messages
     "shared/families": 2_660,  # two families and a kind of layer more than 2,450
-    "shared/jobs": 2_010,
+    "shared/jobs": 2_040,
     "shared/models": 1_070,
     "shared/runs": 740,
     "shared/storage": 1_980,
-    "workflows": 2_070,
-    "workflows/rollouts": 1_260,
+    "workflows": 2_120,
+    "workflows/rollouts": 1_375,  # also evaluates the checkpoints of runs on datasets
     "workflows/training": 1_260,  # requests and steps as pure functions, which local runs share; a critic beside
 }
 

@@ -23,10 +23,11 @@ with workflow.unsafe.imports_passed_through():
     from longshore.fields import Artifact
     from longshore.losses import Reference
     from longshore.views import RunStatus, SourceShare, shares
-    from shared.jobs.job import JobPlan, PackedData
+    from shared.jobs.job import JobPlan, LeaseGrant, PackedData
     from shared.runs.start import ResolvedModel, RunStart
     from workflows import control
     from workflows.outcomes import with_counts
+    from workflows.rollouts.rollouts import HeldOutEvaluations
     from workflows.training import job_plan
     from workflows.training.job_plan import dataset_job
     from workflows.training.run import ActiveRun, RunHandlers, ShownRun, changed, version_shown
@@ -114,12 +115,20 @@ class DatasetTraining:
 
     Args:
         do: does the run's job on a worker.
+        held_out: evaluates checkpoints on held-out prompts, if the run has some.
     """
 
-    def __init__(self, start: RunStart, run: ShownRun, do: Callable[[JobPlan], Awaitable[JobResult]]) -> None:
+    def __init__(
+        self,
+        start: RunStart,
+        run: ShownRun,
+        do: Callable[[JobPlan], Awaitable[JobResult]],
+        held_out: HeldOutEvaluations | None = None,
+    ) -> None:
         self._start = start
         self._run = run
         self._do = do
+        self._held_out = held_out
 
     async def train_and_publish(self) -> None:
         start, run = self._start, self._start.run
@@ -131,6 +140,8 @@ class DatasetTraining:
 
         units, packed = await self._prepare_training(model)
         eval_data = await self._prepare_evaluations(resolved)
+        if self._held_out is not None:
+            await self._held_out.prepare(self._run, resolved, adapter, packed.num_steps)
 
         plan = dataset_job(
             start,
@@ -143,15 +154,15 @@ class DatasetTraining:
             ),
             eval_data=eval_data,
             num_steps=packed.num_steps,
+            probe=self._held_out.probe if self._held_out is not None else (),
         )
         self._run.show(
-            phase="waiting_for_worker",
             num_steps=plan.num_steps,
             planned_tokens=packed.num_tokens,
             dataset_report=units.report_uri,
         )
         self._run.add_notices(units.notices)
-        result = await self._do(plan)
+        result = await self._done(plan)
         self._run.add_notices(run.decided(result.step, packed.num_steps, result.best.step if result.best else None))
 
         self._run.show(phase="publishing")
@@ -159,6 +170,29 @@ class DatasetTraining:
         published = await job_plan.publish_weights(job_plan.publish_request(start, *about))
         self._run.show(**version_shown(published))
         self._run.show(state="succeeded", phase="done")
+
+    async def _done(self, plan: JobPlan) -> JobResult:
+        """Do the run's job; if it ends for held-out prompts to be evaluated, evaluate them, and go on with the rest.
+
+        The weights before the first step need no worker. A run that goes on finds out from its newest checkpoint which
+        evaluation is next: its samples are in the store, if it was made before.
+        """
+        if self._held_out is not None and not self._start.resumed:
+            plan = await self._graded(plan, self._held_out)
+        while True:
+            self._run.show(phase="waiting_for_worker")
+            result = await self._do(plan)
+            if self._held_out is None or not result.awaits_grades:
+                return result
+            plan = await self._graded(plan, self._held_out, result)
+
+    async def _graded(self, plan: JobPlan, held_out: HeldOutEvaluations, result: JobResult | None = None) -> JobPlan:
+        """Return the job's plan with the grades of the weights that it left; without a result, of the first ones."""
+        self._run.show(phase="evaluating")
+        graded = await (
+            held_out.evaluate(result.step, result.checkpoint, result.probe) if result else held_out.evaluate()
+        )
+        return plan.model_copy(update={"evaluation": plan.evaluation.model_copy(update={"graded": graded})})
 
     async def _resolve_reference(self, model: ResolvedModel, initial: Artifact | None) -> Reference:
         """Return the reference of a preference run, by default the model that the run starts from, or a teacher."""
@@ -217,17 +251,27 @@ class DatasetTraining:
 
 @workflow.defn
 class SFTWorkflow(RunHandlers):
-    """One run: prepare the data, do one job on a leased worker, publish the result."""
+    """One run: prepare the data, do one job on a leased worker, publish the result.
+
+    Held-out prompts divide the job in parts, between which samplers answer them.
+    """
 
     @workflow.init
     def __init__(self, start: RunStart) -> None:
         self._start = start
+        self._held_out = HeldOutEvaluations(start) if start.run.rollouts is not None else None
         self._run = ActiveRun(start, self._current)
 
     @workflow.run
     async def run(self, start: RunStart) -> RunStatus:
-        work = DatasetTraining(start, self._run, self._run.training.do)
+        work = DatasetTraining(start, self._run, self._run.training.do, self._held_out)
         return await self._run.to_its_end(lambda: self._run.interruptible(work.train_and_publish()))
+
+    @workflow.signal
+    def sampler_leased(self, grant: LeaseGrant) -> None:
+        """Take a host's signal that a sampler is up for this run."""
+        if self._held_out is not None:
+            self._held_out.sampling.granted(grant)
 
     def _current(self) -> RunStatus:
         status, training, known, run = self._run.with_jobs(), self._run.training, self._run.status, self._start.run
@@ -242,4 +286,5 @@ class SFTWorkflow(RunHandlers):
             else None,
             metrics=metrics,
             checkpoint=training.checkpoint or known.checkpoint,
+            gpu_seconds=status.gpu_seconds + (self._held_out.sampling.held_s if self._held_out is not None else 0.0),
         )

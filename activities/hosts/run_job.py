@@ -25,7 +25,7 @@ from activities.hosts.workers import WorkerPool, WorkerProcess, log_tail
 from activities.records import damage, find_newest, newest_first, prune_checkpoints, saved_by_job
 from activities.telemetry import JobSeen
 from longshore import events
-from longshore.fields import Fence, Frozen
+from longshore.fields import Fence, Frozen, added
 from longshore.losses import Loss, is_policy_loss
 from longshore.metrics import combined_by
 from longshore.training import Lora, SyncOutcome, WeightSync
@@ -515,6 +515,7 @@ class JobResult(Frozen):
     log-probabilities of `JobPlan.probe` except its first token, by the weights of the last step. `sync`: the outcome of
     sending these to samplers, if the plan asked for it. `damaged`: what is wrong with the checkpoint that the job
     should continue from, if that made it fail. `held_s`: seconds of its worker's time that the lease has used so far.
+    `awaits_grades`: as `Succeeded` says.
     """
 
     outcome: Literal["succeeded", "failed", "cancelled"]
@@ -527,6 +528,7 @@ class JobResult(Frozen):
     damaged: str | None = None
     held_s: float = 0.0
     best: events.Best | None = None
+    awaits_grades: bool = added(False)
 
 
 @dataclass(frozen=True)
@@ -753,6 +755,7 @@ class _Attempt:
             damaged=damaged,
             held_s=self.held_s(),
             best=best,
+            awaits_grades=isinstance(terminal, events.Succeeded) and terminal.awaits_grades,
         )
 
 

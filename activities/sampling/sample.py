@@ -3,11 +3,14 @@
 import logging
 import math
 import os
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from pydantic import Field, JsonValue, model_validator
@@ -15,7 +18,7 @@ from pydantic import Field, JsonValue, model_validator
 from activities.formats.dataset import question_of
 from activities.formats.rows import Chat, PromptCompletion, Question, Row
 from activities.grading.grade import REWARDS, sampled_items
-from activities.heartbeats import in_parallel, on_thread, stop_if_cancelled
+from activities.heartbeats import in_parallel, on_thread, stop_if_cancelled, tell
 from activities.host_context import HostContext, Parts
 from activities.sampling import agents
 from activities.sampling.client import Sampler
@@ -30,7 +33,7 @@ from activities.sampling.completions import (
     sample_of,
     sample_seed,
 )
-from activities.sampling.episodes import EpisodeCounts, EpisodePlan, Player
+from activities.sampling.episodes import EpisodeCounts, EpisodePlan, Played, Player
 from activities.sampling.questions import ChatPrompts
 from activities.sampling.samplers import PolicyWeights, Samplers, Served, adapter_name, refusing
 from activities.sandbox import calls as confined
@@ -44,6 +47,7 @@ from longshore.fields import Artifact, Frozen, added
 from longshore.grading import SampleRewards
 from longshore.runs import RunId
 from longshore.training import Dtype
+from longshore.views import SamplesNow
 from shared.chat.completions import SamplerMemory
 from shared.errors import SamplerMismatch
 from shared.runs.status import RewardModel
@@ -57,6 +61,7 @@ _SAMPLES_UNDER_WAY = 256  # vLLM's own default of sequences at a time; ours has 
 _MAX_THREADS, _MIN_THREADS = 64, 2
 _WRITERS = max(1, min(8, (os.cpu_count() or 1) // 2))  # of episodes' prompts; each writes one at a time
 _log = logging.getLogger(__name__)
+Drawn = TypeVar("Drawn", SampledGroup, Played)
 
 SUMMARY = "summary.json"
 
@@ -281,16 +286,17 @@ class SamplerActivities:
             self._samplers.serving(request.place, request.run_id, request, self._host) as (opened, served),
             ExitStack() as stack,
         ):
-            play: Callable[[int, int, PromptRow], SampledGroup] = partial(draw_group, opened.client, served.name, how)
+            told = _Told(len(missing) * how.group_size, (len(numbers) - len(missing)) * how.group_size)
+            drawing = partial(draw_group, opened.client, served.name, how)
+            play: Callable[[int, int, PromptRow], SampledGroup] = told.counted(drawing, how.group_size)
             if (plan := request.episodes) is not None:
                 sources = sources_of(self._host.stage(request.prompts), plan.source)
                 [turns] = _turns(self._host.store, request)
                 who = opened.client, served.name, request.model
                 writers = [stack.enter_context(closing(ChatPrompts(self._host))) for _ in range(_WRITERS)]
                 player = Player(self._host, writers, *who, how, plan, sources, turns, turns.known())
-                play = partial(
-                    player.group, player.in_environment if plan.agent is None else partial(agents.play, player)
-                )
+                episode = player.in_environment if plan.agent is None else partial(agents.play, player)
+                play = partial(player.group, told.counted(episode, 1))
 
             def draw(asked: tuple[int, int, PromptRow]) -> None:
                 group = play(*asked)
@@ -300,6 +306,38 @@ class SamplerActivities:
             num_threads = max(_MIN_THREADS, min(_MAX_THREADS, _SAMPLES_UNDER_WAY // request.group_size))
             for _ in in_parallel(draw, asked, num_threads):
                 pass
+
+
+class _Told:
+    """Counts the samples of an activity, and tells the counts with its heartbeats. Used by several threads.
+
+    Args:
+        num: the samples that are to be drawn. `before`: those that were drawn by an earlier attempt.
+    """
+
+    def __init__(self, num: int, before: int) -> None:
+        self._lock = threading.Lock()
+        self._now = SamplesNow(waiting=num, before=before)
+        tell(self._now)
+
+    def counted(self, draw: Callable[[int, int, PromptRow], Drawn], num: int) -> Callable[[int, int, PromptRow], Drawn]:
+        """Return a function that draws a group, or plays an episode, with `num` samples, and counts these."""
+
+        def counting(group: int, member: int, prompt: PromptRow) -> Drawn:
+            self._add(SamplesNow(waiting=-num, running=num))
+            drawn = draw(group, member, prompt)
+            found = drawn.samples if isinstance(drawn, SampledGroup) else (drawn.sample,)
+            ends = Counter(one.finish_reason if one.course is None else one.course.end for one in found)
+            errors = tuple(one.course.error for one in found if one.course is not None and one.course.error is not None)
+            self._add(SamplesNow(running=-num, ended=ends, errors=errors))
+            return drawn
+
+        return counting
+
+    def _add(self, change: SamplesNow) -> None:
+        with self._lock:
+            self._now += change
+            tell(self._now)
 
 
 def _proved(sampler: Sampler, served: Served, request: ProveRequest) -> Proved:

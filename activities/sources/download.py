@@ -270,7 +270,7 @@ class DownloadRequest(Frozen):
 
     run_id: RunId
     tenant: Tenant
-    split: str = Field(pattern=r"^((train|eval)(-[a-z0-9-]{1,32})?|groups-[0-9a-f]{32})$")
+    split: str = Field(pattern=r"^((train|eval|prompts)(-[a-z0-9-]{1,32})?|groups-[0-9a-f]{32})$")
     source: DatasetSource
     room: Room = Room()
 

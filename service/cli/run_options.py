@@ -3,6 +3,7 @@
 import inspect
 import json
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial, wraps
@@ -41,6 +42,12 @@ NAMES = {
     "eval_datasets": "eval",
     "rollouts.held_out.sets": "eval",
     "rollouts.held_out.early_stop.metric": "stop-by",
+}
+# Those of fields whose names other fields of the same run have, too.
+_SECOND = {
+    "rollouts.held_out.every_steps": "eval-prompts-every",
+    "rollouts.held_out.sets": "eval-prompts-set",
+    "rollouts.max_lost_fraction": "max-lost-prompts",
 }
 _PREFIXES = {"held_out": "eval-", "weight_sync": "sync-", "critic": "critic-", "agent": "agent-"}
 _WHOLE = ("critic.trainable",)  # objects that one option gives
@@ -136,7 +143,11 @@ def options_of(model: "type[BaseModel]", only: Sequence[str] = ()) -> tuple[RunO
     found = list(_walk(model, (), "", is_required=True, only=only))
     if any(option.form in ("source", "sources") for option in found):
         found += _reading(str(model.model_fields["kind"].default))
-    return tuple(found)
+    flags = Counter(option.flag for option in found)
+    return tuple(
+        replace(option, flag=_SECOND.get(option.field, option.flag)) if flags[option.flag] > 1 else option
+        for option in found
+    )
 
 
 class HeadedCommand(TyperCommand):

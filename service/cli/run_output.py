@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from longshore.automation import SweepView, TrialView
     from longshore.events import RunEvent
     from longshore.runs import Precision
-    from longshore.views import RunView, StepStatus, TrainStepMetrics
+    from longshore.views import RunView, SamplesNow, StepStatus, TrainStepMetrics
 
 
 # --- Print train steps of RL runs: as a table, or one as a line ---
@@ -148,6 +148,8 @@ def summary(view: "RunView", place: int | None = None) -> str:
         lines.append(f"paused by a limit: {view.paused_by}; it goes on by itself when that is raised")
     if view.client_away:
         lines.append("paused since its client sent nothing; the client's next command or step has it go on")
+    if view.samples_now is not None:
+        lines += samples_in_words(view.samples_now)
     lines += [f"notice: {notice}" for notice in view.notices]
     if lost := dropped(view.metrics):
         lines.append(f"its newest step: {lost}")
@@ -166,6 +168,15 @@ def summary(view: "RunView", place: int | None = None) -> str:
 def doing(view: "RunView", place: int | None = None) -> str:
     """Return the phase of a run that has not ended, with its position in the queue if it has one."""
     return view.phase.replace("_", " ") + (f", place {place} in the queue" if place is not None else "")
+
+
+def samples_in_words(now: "SamplesNow") -> list[str]:
+    """Say how many samples or episodes run, wait and have ended, and why; and what the first errors were."""
+    ends = ", ".join(f"{end.replace('_', ' ')} {num}" for end, num in sorted(now.ended.items()))
+    told = [f"{now.running} running", f"{now.waiting} waiting", f"{sum(now.ended.values())} ended"]
+    told[-1] += f" ({ends})" if ends else ""
+    told += [f"{now.before} from before an interruption"] if now.before else []
+    return [f"samples: {', '.join(told)}", *(f"without a reward: {error}" for error in now.errors)]
 
 
 def print_details(view: "RunView") -> None:

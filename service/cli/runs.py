@@ -712,14 +712,22 @@ def episodes(
     client: "Client",
     run_id: Annotated[str, typer.Argument(metavar="RUN", help="The run's id.")],
     step: Annotated[int | None, typer.Option(help="Of this train step; by default the newest.")] = None,
-    of: Annotated[str, typer.Option(help="train, or of evaluations eval or eval_NAME.")] = "train",
+    of: Annotated[
+        str | None,
+        typer.Option(help="train, or of evaluations eval or eval_NAME. Default: train in RL runs, else eval."),
+    ] = None,
     failed: Annotated[bool, typer.Option("--failed", help="Only those without a reward.")] = False,
     number: Annotated[int | None, typer.Option(help="Show what was said in this one.", min=0)] = None,
     limit: Annotated[int, typer.Option(help="At most so many.", min=1, max=256)] = 32,
 ) -> cli.CommandAnswer:
     """List the episodes, or other samples, of a step of a run that draws its own; with --number show one."""
+    is_rl = client.runs.get(run_id).run.kind == "rl" if step is None or of is None else True
+    of = of or ("train" if is_rl else "eval")
     if step is None:
-        with_samples = [one.step for one in client.runs.steps(run_id).steps if of in one.samples]
+        if is_rl:
+            with_samples = [one.step for one in client.runs.steps(run_id).steps if of in one.samples]
+        else:
+            with_samples = [one.step for one in client.runs.metrics(run_id).evaluations if of in one.drawn]
         if not with_samples:
             raise cli.Stop(f"no step of {run_id} has samples of {of}", cli.FAILED, "give --of eval, or wait for a step")
         step = with_samples[-1]

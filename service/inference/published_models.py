@@ -468,7 +468,7 @@ class NamedModels:
             ):
                 adapter = self._adapter(tenant, kl.reference, f"{below}loss.{loss.kind}.kl.reference")
                 changes["loss"] = loss.model_copy(update={"kl": kl.model_copy(update={"reference": adapter})})
-        if isinstance(run, RLRun) and run.rollouts is not None:
+        if not isinstance(run, SessionRun) and run.rollouts is not None:
             grader = self._grader(tenant, run.rollouts.grader, f"{below}rollouts.grader")
             changes["rollouts"] = run.rollouts.model_copy(update={"grader": grader})
         return changes

@@ -9,7 +9,7 @@ import re
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -121,8 +121,8 @@ class RunHistory:
         return views.Metrics(
             steps=tuple(views.StepMetrics(step=step, metrics=metrics) for step, metrics in self.step_metrics().items()),
             evaluations=tuple(
-                views.EvaluationMetrics(step=step, metrics=event.metrics, samples=event.samples)
-                for step, event in sorted(evaluated.items())
+                views.EvaluationMetrics(**event.model_dump(include={"step", "metrics", "samples", "drawn"}))
+                for _, event in sorted(evaluated.items())
             ),
             train_steps=tuple(
                 views.TrainStepMetrics(step=step.step, optimizer_step=step.optimizer_step, metrics=step.metrics)
@@ -275,15 +275,15 @@ class RunFiles:
         return tuple(_texts(group, decode) for group in groups)
 
     def samples(
-        self, step: views.StepStatus, of: str, group_size: int, only_failed: bool, first: int, limit: int
+        self, drawn: Mapping[str, str], of: str, group_size: int, only_failed: bool, first: int, limit: int
     ) -> tuple[views.DrawnSample, ...]:
-        """Samples of a step or of an evaluation after it, from number `first` on.
+        """Samples of a step or of an evaluation after it, from number `first` on. `drawn`: URIs of all, by name.
 
         Raises NotFound: there are none of this name, or they are no longer in the store.
         """
-        if (uri := step.samples.get(of)) is None:
-            known = ", ".join(step.samples) or "none"
-            raise NotFound(f"step {step.step} has no samples of '{of}'; those that it has: {known}")
+        if (uri := drawn.get(of)) is None:
+            known = ", ".join(drawn) or "none"
+            raise NotFound(f"this step has no samples of '{of}'; those that it has: {known}")
         key = f"{uri.removeprefix(f'{self._store.uri}/')}/{SAMPLES}"
         if (info := self._store.head(key)) is None:
             raise NotFound("the samples of this step are no longer in the store")

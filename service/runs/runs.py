@@ -17,14 +17,15 @@ from typing import Any, TypeVar, Unpack
 
 from opentelemetry import trace
 from pydantic import Field
-from temporalio.client import WorkflowExecutionDescription, WorkflowExecutionStatus, WorkflowHandle
+from temporalio.client import Client, WorkflowExecutionDescription, WorkflowExecutionStatus, WorkflowHandle
 from temporalio.common import WorkflowIDReusePolicy
+from temporalio.converter import ActivitySerializationContext
 from temporalio.exceptions import WorkflowAlreadyStartedError
 from temporalio.service import RPCError, RPCStatusCode
 
 from longshore.fields import Frozen
 from longshore.runs import Run, RunRecord, Source
-from longshore.views import Problem, RunPage, RunStatus, RunView, State
+from longshore.views import Problem, RunPage, RunStatus, RunView, SamplesNow, State
 from service.accounts import audit
 from service.accounts.keys import Principal
 from service.accounts.tenants import Access, Documents, Quotas
@@ -58,6 +59,7 @@ logger = logging.getLogger("longshore.service")
 _SHARED_S = 0.5
 """Seconds for which a workflow's answer is used again."""
 _START_DUE_S = 30.0
+_DRAWING = ("sample", "draw_share")  # activities that tell `SamplesNow`
 _CONCURRENT = 8
 _MOST_A_TURN = 128
 _RUNNING = f'WorkflowType IN ("{SFT_WORKFLOW}", "{RL_WORKFLOW}", "{SESSION_WORKFLOW}") AND ExecutionStatus = "Running"'
@@ -145,7 +147,9 @@ class RunStates:
             if description.status == WorkflowExecutionStatus.RUNNING:
                 status = await _query(handle)
                 # The workflow is about to record its end: until then the row has the run's state.
-                return status if status is not None and status.state == "running" else None
+                if status is None or status.state != "running":
+                    return None
+                return status.model_copy(update={"samples_now": await _samples_now(client, description)})
             return await self.result(run.run_id) or await self._settle(handle, run, description)
 
     async def _settle(
@@ -191,6 +195,19 @@ async def _query(handle: WorkflowHandle[Any, Any]) -> RunStatus | None:
     except TemporalUnavailable as error:
         logger.warning("%s", error)
         return None
+
+
+async def _samples_now(client: Client, description: WorkflowExecutionDescription) -> SamplesNow | None:
+    """Add up what the run's activities that draw samples have told with their heartbeats; None if there are none."""
+    found = list[SamplesNow]()
+    for each in description.raw_description.pending_activities:
+        if (name := each.activity_type.name) in _DRAWING and each.heartbeat_details.payloads:
+            # Sealed for this activity of this workflow alone.
+            by = ActivitySerializationContext(client.namespace, None, name, None, description.id, None, False)
+            opened = client.data_converter.with_context(by)
+            with suppress(RuntimeError):  # of a newer host, which tells what this service does not know
+                found += await opened.decode(each.heartbeat_details.payloads, [SamplesNow])
+    return sum(found[1:], found[0]) if found else None
 
 
 def queued(record: RunRecord) -> RunStatus:

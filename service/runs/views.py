@@ -46,7 +46,7 @@ def seconds_left(view: RunStatus, now: float) -> float | None:
 # --- Formats events and metrics of runs as text for people ---
 
 _MAIN_METRICS = ("reward_mean", "loss", "eval_loss", "preference_accuracy", "tokens_per_s")
-_LOOKED_FOR = ("loss", "eval_loss", "preference_accuracy", "grad_norm", "learning_rate", "tokens_per_s")
+_LOOKED_FOR = ("loss", "reward_mean", "eval_loss", "preference_accuracy", "grad_norm", "learning_rate", "tokens_per_s")
 SKIPPED = "skipped: no token of it is trained, and no weight changed"
 
 
@@ -93,6 +93,8 @@ def format_event(event: events.Event) -> str:
         case events.Offloaded():
             mib = (event.device_bytes_before - event.device_bytes_after) / 2**20
             return f"device memory released: {mib:.0f} MiB in {event.duration_s:.2f} s"
+        case events.Succeeded(awaits_grades=True):
+            return f"training waits at step {event.step} for held-out prompts to be sampled and graded"
         case events.Succeeded():
             return f"training succeeded at step {event.step}"
         case events.Failed():

@@ -168,14 +168,47 @@ class JobCritic(losses.Critic):
     checkpoint: Artifact | None = added(None)
 
 
+class HeldOutGrades(Frozen):
+    """What samplers and a grader found of the weights after a step, with held-out prompts.
+
+    `metrics`: `eval_reward_mean` and others. `samples`: URIs of the samples, by name: `eval`, or `eval_NAME`.
+    """
+
+    step: int = Field(ge=0)
+    metrics: dict[str, float]
+    samples: dict[str, str]
+
+
 class Evaluation(training.Watched):
-    """Held-out loss and greedy completions, before the first step, every `every_steps`, and after the last."""
+    """Held-out loss and greedy completions, before the first step, every `every_steps`, and after the last.
+
+    A worker does not sample held-out prompts that are graded: at each step after which they are, the job ends if its
+    plan does not have their grades, and the run's next job goes on from its checkpoint.
+    """
 
     data: PackedData | None = None
     sets: dict[str, PackedData] = added({}, description="further held-out data: metrics begin with its name")
     every_steps: int = Field(default=0, ge=0, description="0: only before the first and after the last step")
     num_samples: int = Field(default=0, ge=0, le=16, description="greedy completions of the data's first prompts")
     sample_tokens: int = Field(default=64, ge=1, le=1024)
+    graded_every: int | None = added(
+        None, ge=0, description="steps between evaluations that are graded; 0: only before and after; None: none is"
+    )
+    graded: HeldOutGrades | None = added(None, description="what the newest of these found")
+
+    def next_graded(self, step: int, num_steps: int) -> int:
+        """Return the step with which a job ends that begins at a step: after it held-out prompts are graded."""
+        if self.graded_every is None:
+            return num_steps
+        if self.awaits_grades(step, num_steps):
+            return step
+        return min(num_steps, (step // self.graded_every + 1) * self.graded_every if self.graded_every else num_steps)
+
+    def awaits_grades(self, step: int, num_steps: int) -> bool:
+        """Return True if held-out prompts are graded after a step, and the plan does not have their grades."""
+        every = self.graded_every
+        is_due = every is not None and (step in (0, num_steps) or (every > 0 and step % every == 0))
+        return is_due and (self.graded is None or self.graded.step != step)
 
     @property
     def held_out(self) -> dict[str, PackedData]:

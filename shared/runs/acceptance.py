@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
-from longshore.dataset_runs import DistillRun, DPORun, RewardRun, SFTRun
+from longshore.dataset_runs import DistillRun, DPORun, GradedSamples, RewardRun, SFTRun, TrainedRun
 from longshore.grading import GRADER_TYPES, Grader, RewardModelGrader, reward_graders
 from longshore.losses import Distillation, reference_uri
 from longshore.runs import Precision, RLRun, Rollouts, Run
@@ -19,6 +19,7 @@ from shared.storage.host_states import read_fast_bf16, read_offer
 from shared.storage.store import ObjectStore
 
 _VLLM_MAX_RANK = 512
+_SERVED = "this installation's sampler is a server behind a URL"
 _ITSELF = "the student begins as the base itself: name an initial_adapter, or another teacher"
 
 
@@ -43,30 +44,24 @@ def check_startable(run: Run, settings: Settings, below: str = "") -> None:
             reference_uri(loss) is None
         ):  # it learns only by its kl
             raise InvalidInput(_ITSELF, f"{below}loss.{loss.kind}.kl.reference")
-        case SFTRun() | DPORun() | DistillRun() | RewardRun() if run.batch_size is not None:
+        case SFTRun() | DPORun() | DistillRun() | RewardRun():
+            if run.rollouts is not None:
+                _check_samplers(run, run.rollouts, settings, below)
+            if run.batch_size is None:
+                return
             examples = run.batch_size
             examples_named = f"batch_size {examples}"
         case RLRun(rollouts=Rollouts() as rollouts):
-            if run.trainable.kind == "full" and settings.sampling.url is not None:
-                rule = "this installation's sampler is a server behind a URL, which does not take whole weights"
-                raise InvalidInput(f"{rule}: train a lora", f"{below}trainable")
-            if (rollouts.samplers > 1 or rollouts.colocate) and settings.sampling.url is not None:
-                rule = "this installation's sampler is a server behind a URL"
-                if rollouts.colocate:
-                    raise InvalidInput(f"{rule}, which does not sleep", f"{below}rollouts.colocate")
-                raise InvalidInput(f"{rule}: samplers may be 1 at most", f"{below}rollouts.samplers")
+            _check_samplers(run, rollouts, settings, below)
+            if rollouts.colocate and settings.sampling.url is not None:
+                raise InvalidInput(f"{_SERVED}, which does not sleep", f"{below}rollouts.colocate")
             if rollouts.weight_sync.in_flight == "continue" and settings.sampling.url is not None:
-                rule = "this installation's sampler is a server behind a URL: samples end on the weights they began on"
+                rule = f"{_SERVED}: samples end on the weights they began on"
                 raise InvalidInput(rule, f"{below}rollouts.weight_sync.in_flight")
-            if reward_graders(rollouts.grader) and (rollouts.sampler_url or settings.sampling.url) is not None:
-                rule = "reward models are scored on a sampler that a host leases, and here one is a server behind a URL"
-                raise InvalidInput(rule, f"{below}rollouts.grader")
             backend, is_served = rollouts.weight_sync.backend, rollouts.sampler_url or settings.sampling.url
             if backend not in ("auto", "store") and is_served is not None:
                 rule = f"a sampler behind a URL loads weights from the store: {backend} needs one that a host leases"
                 raise InvalidInput(f"{rule}; possible are auto and store", f"{below}rollouts.weight_sync.backend")
-            if rollouts.sampler == "vllm" and (reason := _why_not_vllm(run, rollouts, settings)):
-                raise InvalidInput(reason, f"{below}rollouts.sampler")
             examples = rollouts.prompts_per_step * rollouts.group_size
             examples_named = f"the {examples} samples of a step"
         case _:
@@ -86,7 +81,21 @@ def check_offered(run: Run, settings: Settings, store: ObjectStore, below: str =
         check_ranks(run.layout, offer.max_ranks, below, f"(its GPU hosts of shape {settings.shape} that are up)")
 
 
-def _why_not_vllm(run: RLRun, rollouts: Rollouts, settings: Settings) -> str | None:
+def _check_samplers(run: TrainedRun, rollouts: GradedSamples, settings: Settings, below: str) -> None:
+    """Refuse samplers that this installation cannot give to a run. Raises InvalidInput."""
+    is_served = settings.sampling.url is not None
+    if run.trainable.kind == "full" and is_served:
+        raise InvalidInput(f"{_SERVED}, which does not take whole weights: train a lora", f"{below}trainable")
+    if rollouts.samplers > 1 and is_served:
+        raise InvalidInput(f"{_SERVED}: samplers may be 1 at most", f"{below}rollouts.samplers")
+    if reward_graders(rollouts.grader) and (rollouts.sampler_url is not None or is_served):
+        rule = "reward models are scored on a sampler that a host leases, and here one is a server behind a URL"
+        raise InvalidInput(rule, f"{below}rollouts.grader")
+    if rollouts.sampler == "vllm" and (reason := _why_not_vllm(run, rollouts, settings)):
+        raise InvalidInput(reason, f"{below}rollouts.sampler")
+
+
+def _why_not_vllm(run: TrainedRun, rollouts: GradedSamples, settings: Settings) -> str | None:
     """Return why no host starts a vLLM for a run, if none does."""
     if rollouts.sampler_url is not None:
         return "vllm is started by a sampler host: drop it, or sampler_url"
@@ -96,9 +105,9 @@ def _why_not_vllm(run: RLRun, rollouts: Rollouts, settings: Settings) -> str | N
         return f"vllm serves adapters of a rank up to {_VLLM_MAX_RANK}: lower trainable.rank"
     if isinstance(run.trainable, Lora) and (rule := not_in_vllm(run.trainable)):
         return rule
-    if rollouts.colocate:
+    if isinstance(rollouts, Rollouts) and rollouts.colocate:
         return "vllm for CPUs does not sleep, and its sleep on GPUs was not tried: drop colocate, or sample with own"
-    if rollouts.weight_sync.backend not in ("auto", "store"):
+    if isinstance(rollouts, Rollouts) and rollouts.weight_sync.backend not in ("auto", "store"):
         return "vllm loads from the store: weight_sync.backend may be auto or store"
     return None
 

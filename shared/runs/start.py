@@ -143,9 +143,10 @@ class Start(Frozen):
 
 
 class RunStart(Start):
-    """The input of the workflow of a run on a dataset."""
+    """The input of the workflow of a run on a dataset. `serves_sampler`: as of an RL run."""
 
     run: DatasetRun
+    serves_sampler: bool = added(False)
 
 
 class RLStart(Start):
@@ -201,7 +202,7 @@ def workflow_of(
     }
     match record.run:
         case SFTRun() | DPORun() | DistillRun() | RewardRun() as run:
-            return SFT_WORKFLOW, RunStart(run=run, **given)
+            return SFT_WORKFLOW, RunStart(run=run, serves_sampler=settings.sampling.url is not None, **given)
         case SessionRun() as run:
             return SESSION_WORKFLOW, SessionStart(run=run, **given)
         case RLRun() as run:

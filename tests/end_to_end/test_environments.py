@@ -9,7 +9,7 @@ import pytest
 from longshore import local
 from tests.end_to_end.conftest import QUICK
 from tests.end_to_end.runs import jsonl
-from tests.end_to_end.stack import Stack
+from tests.end_to_end.stack import Stack, wait_until
 from tests.end_to_end.test_episodes import CLIENTS
 from tests.megatron_worker.rows import talking_model
 
@@ -27,6 +27,14 @@ class Environment:
             raise ValueError("all hands")
         return {"reward": 1 / (1 + len(answer["content"])), "observation": "Again.", "done": self.num == 3}
 """
+
+
+_SLEEPS = "        time.sleep(3 * (self.word == 'rope'))\n"
+
+
+def _view(stack: Stack, run_id: str) -> dict:
+    with stack.client() as client:
+        return client.runs.get(run_id).model_dump(mode="json")
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +74,34 @@ def test_episodes_are_played_without_training_and_shown(stack: Stack, played: li
     assert "environment_broke" in stack.cli("episodes", run_id, "--of", "eval").stdout
     refused = stack.cli("episodes", run_id, check=False)
     assert refused.code == 100 and "no step of" in refused.stderr
+
+
+def test_a_run_says_how_many_of_its_episodes_run_wait_and_have_ended_and_why(
+    stack: Stack, played: list[str], tmp_path: Path
+) -> None:
+    """Half of them break in their first step; the others sleep in each of theirs."""
+    slow = tmp_path / "slow.py"
+    slow.write_text("import time\n" + COUNTS.replace("        self.num += 1\n", "        self.num += 1\n" + _SLEEPS))
+    rows = [{"prompt": "Here.", "word": word} for word in ("rope", "storm")]
+    mine = {"--prompts": str(jsonl(tmp_path / "prompts.jsonl", rows)), "--environment": str(slow)}
+    options = [mine.get(before, each) for before, each in zip(["", *played], played, strict=False)]
+    once = ("--steps", "1", "--prompts-per-step", "2", "--group-size", "4", "--max-ungraded-fraction", "1")
+    loss = ("--algorithm", "rloo", "--lora-rank", "4", "--seed", "3")
+    run_id = stack.cli("submit", "rl", *options, *once, *loss, "--json").json["run_id"]
+
+    def told() -> dict | None:
+        view = _view(stack, run_id)
+        now = view.get("samples_now") or {"ended": {}}
+        return view if view["state"] != "running" or now["ended"].get("environment_broke") else None
+
+    now = wait_until(told, "an episode has ended, and others go on")["samples_now"]
+    assert now["running"] + now["waiting"] + now.get("before", 0) + sum(now["ended"].values()) == 8, now
+    assert "ValueError: all hands (line 12)" in now["errors"][0], now
+    words = stack.cli("get", run_id).stdout
+    assert re.search(r"^samples: \d running, \d waiting, \d ended \(.*environment broke \d", words, re.MULTILINE), words
+    assert "without a reward: ValueError: all hands" in words
+    assert stack.cli("watch", run_id, "--json").json["status"] == "succeeded"
+    assert "samples_now" not in _view(stack, run_id)
 
 
 def test_a_step_shows_its_episodes_as_they_were_trained(stack: Stack, played: list[str]) -> None:

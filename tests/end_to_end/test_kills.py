@@ -268,6 +268,26 @@ def _read(path: Path) -> str:
         return ""
 
 
+def graded_sft(at: Place) -> object:
+    """Samplers answer held-out prompts between the parts of its job: which step was best, by what grades, its bits."""
+    rows = [{"messages": [{"role": "user", "content": f"How many crates are on quay {n}?"}]} for n in range(300, 324)]
+    prompts = at.once("held out", lambda folder: jsonl(folder / "prompts.jsonl", rows))
+    graded = ("--eval-samples", "4", "--eval-temperature", "1", "--grader", json.dumps(LETTERS), "--keep", "best")
+    graded += ("--eval-prompts", str(prompts), "--eval-prompts-every", "20", "--max-completion-tokens", "32")
+    run_id = at.submit("sft", "--dataset", str(at.chats), *_SFT, *_LORA, *graded)
+
+    def sampling(num_graded: int) -> bool:
+        return at.count("graded/*/manifest.json") >= num_graded and at.count("sampled/*-parts/*.json") > 0
+
+    at.kills.at("sampling before any step", lambda: sampling(0))
+    at.kills.at("training", lambda: _num_logged(at.stack, run_id, "step") >= 3)
+    at.kills.at("sampling after step 20", lambda: sampling(1))
+    at.kills.at("graded after step 40", lambda: at.count("graded/*/manifest.json") >= 3)
+    answer = at.ended(run_id)
+    found = at.stack.cli("metrics", run_id, "--json").json["evaluations"]
+    return at.stack.adapter_sha256(answer), [(each["step"], each["metrics"]["reward_mean"]) for each in found]
+
+
 def limited(at: Place) -> object:
     """A limit of spending is set, holds and is raised: no step beyond it, no step lost. Undisturbed there is none."""
     if at.kills.is_none:
@@ -776,6 +796,11 @@ MATRIX: dict[Kind, list[Cell]] = {
     sft: each(("before the claim", "mid-step", "between save and manifest", "after save", "at the sentinel"), TRAINERS),
     reward_model: [("mid-step", a_rank), ("after save", gpu_host)],
     **{of_family(family): [("after save", a_rank)] for family in FAMILIES},
+    graded_sft: [
+        *(("sampling before any step", sampler), ("training", a_rank), ("sampling after step 20", sampler_host)),
+        *(("graded after step 40", gpu_host), ("sampling before any step", temporal_server)),
+        *(("sampling after step 20", control_host), ("graded after step 40", control_host)),
+    ],
     limited: [
         ("the limit is set", web_service),
         *each(["the limit holds"], (control_host, temporal_server, web_service)),

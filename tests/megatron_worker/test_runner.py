@@ -387,6 +387,70 @@ def test_a_metric_that_the_evaluations_lack_is_refused_before_the_first_step(wor
     assert "no eval_accuracy; they have eval_loss, eval_perplexity" in failed.message
 
 
+def graded(workshop: Workshop, step: int | None, **fields: object) -> JobPlan:
+    """Twelve steps, of which samplers grade each third; known are the grades of one: 1 less the step's share."""
+    told = (
+        None
+        if step is None
+        else {"step": step, "metrics": {"eval_reward_mean": GRADES[step]}, "samples": {"eval": "u"}}
+    )
+    evaluation = Evaluation.model_validate({"graded_every": 3, "graded": told, **fields})
+    data = packed(workshop.root, "units", "again", [[[0, 1, 2], [3, 4]]] * 12)
+    return workshop.plan(data=data, num_steps=12, evaluation=evaluation)
+
+
+GRADES = {0: 0.9, 3: 0.2, 6: 0.5, 9: 0.4, 12: 0.3}
+
+
+def graded_to_its_end(workshop: Workshop, **fields: object) -> tuple[list[Job], Succeeded]:
+    """Jobs of one run, each from the last one's checkpoint with the grades of its step."""
+    jobs, step, start = [], 0, None
+    while True:
+        jobs.append(do(workshop, f"from-{step}-{len(jobs)}", graded(workshop, step, **fields), start=start))
+        end = read_log(jobs[-1].log_path)[-1]
+        assert isinstance(end, Succeeded), end
+        if not end.awaits_grades:
+            return jobs, end
+        step, start = end.step, checkpoint(jobs[-1], end.step)
+
+
+def test_a_job_in_parts_between_which_samplers_are_graded_has_the_bits_of_a_whole_one(workshop: Workshop):
+    data = graded(workshop, 0).data
+    whole = do(workshop, "whole", workshop.plan(data=data, num_steps=12))
+    jobs, end = graded_to_its_end(workshop, data=workshop.held_out, every_steps=4)
+    assert len(jobs) == 5 and end.step == 12 and end.best is None
+    assert adapter_sha256(jobs[-2], 12) == adapter_sha256(whole, 12)
+    evaluated = [e for job in jobs for e in read_log(job.log_path) if isinstance(e, Evaluated)]
+    assert [(e.step, "loss" in e.metrics, e.metrics.get("reward_mean"), e.drawn) for e in evaluated] == [
+        (0, True, 0.9, {"eval": "u"}),
+        (3, False, 0.2, {"eval": "u"}),
+        (4, True, None, {}),
+        (6, False, 0.5, {"eval": "u"}),
+        (8, True, None, {}),
+        (9, False, 0.4, {"eval": "u"}),
+        (12, True, 0.3, {"eval": "u"}),
+    ]
+
+
+def test_grades_that_were_lost_are_waited_for_again(workshop: Workshop):
+    first = do(workshop, "first", graded(workshop, None))
+    assert [type(e) for e in read_log(first.log_path)] == [Started, Saved, Offloaded, Succeeded]
+    assert read_log(first.log_path)[-1].awaits_grades
+    part = do(workshop, "part", graded(workshop, 0))
+    other = do(workshop, "other", graded(workshop, 0), start=checkpoint(part, 3))
+    assert [(e.step, e.awaits_grades) for e in (read_log(job.log_path)[-1] for job in (part, other))] == [(3, True)] * 2
+
+
+def test_grades_decide_which_weights_are_kept_and_when_the_run_ends(workshop: Workshop):
+    jobs, end = graded_to_its_end(
+        workshop, keep="best", best_by="eval_reward_mean", early_stop={"patience": 1, "metric": "eval_reward_mean"}
+    )
+    assert (end.step, end.best) == (9, Best(step=6, metric="eval_reward_mean", value=0.5))
+    assert [e.step for job in jobs for e in read_log(job.log_path) if isinstance(e, Kept)] == [3, 6]
+    lacking = do(workshop, "lacking", graded(workshop, 0, keep="best", best_by="eval_reward_meen"))
+    assert "no eval_reward_meen; they have eval_reward_mean" in failure(lacking).message
+
+
 @given(
     values=st.lists(st.sampled_from([0.0, 1.0, 2.0, 3.0, math.nan]), min_size=1, max_size=12),
     patience=st.integers(1, 4),

@@ -296,6 +296,32 @@ def test_a_live_run_moves_under_ones_eyes(guest: Guest, service: Service, api) -
     expect(page.get_by_label("Summary")).to_contain_text("cancelled")
 
 
+def test_evaluations_are_a_table_and_graded_samples_are_read(
+    guest: Guest, service: Service, api, trained: dict[str, str]
+) -> None:
+    page, evaluations = guest.page, guest.page.locator("#evaluations-body")
+    page.goto(f"/runs/{trained['sft']}")
+    heads = ["after step", *(str(step) for step in range(0, 241, 40))]
+    expect(evaluations.locator("thead th")).to_have_text(heads)
+    expect(evaluations.get_by_role("rowheader")).to_have_text(["loss", "perplexity"])
+    run_id, key = started(api, seed=SUCCEEDS), "sampled/of-a-test/samples"
+    reaches(api, run_id, "succeeded")
+    said = {"output_text": "7 <b>crates</b>.", "num_tokens": 4, "finish_reason": "length"}
+    row = {"sample": said, "item": {"question": "How many?"}}
+    service.store.put_bytes(f"{key}/samples.jsonl", json.dumps(row).encode() + b"\n")
+    for step in range(0, 60, 4):
+        drawn = {"eval": f"{service.store.uri}/{key}"}
+        event = Evaluated(seq=step // 4 + 1, time=1.0, step=step, metrics={"reward_mean": step / 100}, drawn=drawn)
+        part = RunKeys(run_id).log_part("000001", Fence(epoch=1), event.seq)
+        service.store.put_bytes(part, event.model_dump_json().encode() + b"\n")
+    page.goto(f"/runs/{run_id}")
+    expect(evaluations.locator("thead th")).to_have_text(["after step", "0", *map(str, range(16, 60, 4))])
+    expect(evaluations).to_contain_text("The first and the newest of 15")
+    expect(page.locator("figure.chart").filter(has_text="Reward of held-out prompts")).to_be_visible()
+    expect(page.locator("#samples-body pre.drawn")).to_have_text("7 <b>crates</b>.")
+    expect(page.locator("#samples-body")).to_contain_text("4 tokens · cut off")
+
+
 def test_examples_are_shown_with_the_trained_tokens_marked(
     guest: Guest, api, tiny_model: Path, settings: Settings
 ) -> None:

@@ -12,10 +12,10 @@ from activities.sampling.sample import PolicySampleRequest, ProveRequest, Sample
 from activities.sampling.samplers import PolicyWeights
 from activities.tokenizing.render_prompts import MixPromptsRequest, Prompts, PromptsOfSource, PromptsRequest
 from activities.trajectories.group_samples import Drawn, GroupSamplesRequest
-from longshore.dataset_runs import Dataset, DatasetSource, evaluations_by_split, named_sources
+from longshore.dataset_runs import Dataset, DatasetSource, TrainedRun, evaluations_by_split, named_sources
 from longshore.fields import Artifact
 from longshore.losses import COMPARE_GROUPS
-from longshore.runs import RLRun, Rollouts, dtype_of
+from longshore.runs import HeldOut, RLRun, Rollouts, dtype_of
 from longshore.training import Dtype, Full, Lora
 from longshore.views import CarriedOver, SourceShare, StepStatus, shares
 from shared.chat.completions import Sampling
@@ -23,7 +23,7 @@ from shared.jobs.bins import shares_of
 from shared.jobs.job import LeaseGrant, SamplerKey, SyncTarget, newest_name
 from shared.jobs.packed import RouteShape
 from shared.models.shape import ModelShape
-from shared.runs.start import RLStart
+from shared.runs.start import RLStart, RunStart, Start
 from shared.runs.status import Evaluated, Policy, RolloutData
 from shared.serving import SamplerPlace
 from shared.storage.paths import content_key
@@ -39,6 +39,35 @@ def rollouts_of(run: RLRun) -> Rollouts:
     """Return the rollout settings of a run that makes its own groups."""
     assert run.rollouts is not None
     return run.rollouts
+
+
+_MOST_EVALUATIONS = 100  # of a run on a dataset, whose history has each of them: up to 300 events
+
+
+def held_out_start(start: RunStart) -> RLStart:
+    """Return the start of an RL run without steps that has the model and the held-out prompts of a run on a dataset.
+
+    Its requests are the evaluations of that run.
+    """
+    run, given = start.run, start.run.rollouts
+    assert given is not None
+    held_out = HeldOut(**dict(given.held_out))
+    prompts = next(iter(held_out.evaluations.values()))
+    rollouts = Rollouts(**{**dict(given), "held_out": held_out, "prompts": prompts, "steps": 0})
+    same = {name: getattr(run, name) for name in TrainedRun.model_fields if name != "kind"}
+    own = {name: getattr(start, name) for name in (*Start.model_fields, "serves_sampler")}
+    return RLStart(run=RLRun(**same, max_tokens=run.max_tokens, rollouts=rollouts), **own)
+
+
+def too_many_evaluations(run: RLRun, num_steps: int) -> str | None:
+    """Return why a run on a dataset cannot evaluate held-out prompts so often; None if it can."""
+    every = run.held_out.every_steps if run.held_out else 0
+    if not every or num_steps // every <= _MOST_EVALUATIONS:
+        return None
+    rule = (
+        f"{num_steps} steps have {num_steps // every} evaluations, and a run on a dataset {_MOST_EVALUATIONS} at most"
+    )
+    return f"rollouts.held_out.every_steps: {rule}: set it to {math.ceil(num_steps / _MOST_EVALUATIONS)} or more"
 
 
 def prompts_request(run: RLRun, source: DatasetSource, dataset: Artifact, model: Artifact) -> PromptsRequest:

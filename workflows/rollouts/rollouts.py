@@ -31,13 +31,13 @@ with workflow.unsafe.imports_passed_through():
     from longshore.fields import Artifact
     from longshore.grading import reward_graders
     from longshore.runs import RLRun, dtype_of
-    from longshore.views import CarriedOver, Phase, Problem, StepStatus
+    from longshore.views import CarriedOver, CheckpointRef, Phase, Problem, StepStatus
     from shared.errors import InvalidInput
-    from shared.jobs.job import LeaseGrant, SyncTarget
+    from shared.jobs.job import HeldOutGrades, LeaseGrant, SyncTarget
     from shared.jobs.packed import RouteShape
     from shared.models.shape import ModelShape
     from shared.runs.acceptance import chosen_scalar
-    from shared.runs.start import ModelRequest, ResolvedModel, RLStart
+    from shared.runs.start import ModelRequest, ResolvedModel, RLStart, RunStart
     from shared.runs.status import Policy, RewardModel, RLState, RolloutData
     from shared.serving import LeasedSampler, SamplerPlace
     from workflows import control
@@ -137,16 +137,26 @@ def check_buckets(run: RLRun, shape: ModelShape) -> None:
 async def prepare_rollouts(run: ShownRun, start: RLStart, policy: ResolvedModel) -> RolloutData:
     """Try the grader, download and render the prompts, before any accelerator is asked for."""
     rollouts = rollouts_of(start.run)
-    await control.do(Grade.check_grader, rollouts.grader)
-    rewards = await find_rewards(start, policy)
+    rewards = await _checked_grader(start, policy)
     parts = await _render(run, start, policy.model, sources_by_split(rollouts.prompts, "train"))
     mixed = rollout_requests.mix_prompts_request(rollouts.prompts, parts)
     prompts = parts[0] if mixed is None else await control.do(RenderPrompts.mix_prompts, mixed)
-    if (plan := rollout_requests.episode_plan(start.run, rollouts.prompts)) is not None:
-        check = CheckEnvironmentRequest(plan=plan, prompts=prompts.prompts, model=policy.model)
-        await control.do(CheckEnvironment.check_environment, check)
+    await _check_environment(start, policy, rollouts.prompts, prompts)
     held_out = await _render(run, start, policy.model, rollout_requests.held_out_sources(start.run))
     return rollout_requests.rollout_data(start.run, prompts, held_out).model_copy(update={"rewards": rewards})
+
+
+async def _checked_grader(start: RLStart, policy: ResolvedModel) -> tuple[RewardModel, ...]:
+    """Try the grader. Returns its reward models."""
+    await control.do(Grade.check_grader, rollouts_of(start.run).grader)
+    return await find_rewards(start, policy)
+
+
+async def _check_environment(start: RLStart, policy: ResolvedModel, source: Dataset, prompts: Prompts) -> None:
+    """Try the environment or agent on these prompts, if episodes are played."""
+    if (plan := rollout_requests.episode_plan(start.run, source)) is not None:
+        check = CheckEnvironmentRequest(plan=plan, prompts=prompts.prompts, model=policy.model)
+        await control.do(CheckEnvironment.check_environment, check)
 
 
 async def _render(
@@ -384,11 +394,14 @@ class RolloutSource:
 
     async def evaluate(self, policy: Policy) -> dict[str, Any]:
         """Sample and grade the held-out prompts under a policy. Returns fields of a step's status, if there are any."""
+        return rollout_requests.held_out_fields(await self.graded(policy))
+
+    async def graded(self, policy: Policy) -> dict[str, tuple[Sampled, GradeSummary]]:
+        """Sample and grade the held-out prompts under a policy. Returns what was found, by their names."""
         held_out = self.start.run.held_out
         sources = held_out.evaluations if held_out else {}
         sets = self.data.evaluations.items()
-        found = {name: await self._evaluated(policy, prompts, sources[name]) for name, prompts in sets}
-        return rollout_requests.held_out_fields(found)
+        return {name: await self._evaluated(policy, prompts, sources[name]) for name, prompts in sets}
 
     async def _evaluated(
         self, policy: Policy, prompts: Artifact, source: DatasetSource
@@ -515,3 +528,74 @@ class RolloutSource:
         rewards = await scored(self.start, self.sampling, sampled.samples, prompts, source, self.data.rewards)
         request = GradeRequest(samples=sampled.samples, grader=rollouts_of(self.start.run).grader, rewards=rewards)
         return await control.do(Grade.grade, request)
+
+
+class HeldOutEvaluations:
+    """Evaluates the checkpoints of a run on a dataset on held-out prompts, as an RL run evaluates its policies.
+
+    The run leases a sampler when it has given its worker back, and gives it back before it leases a worker again: it
+    never holds one while it waits for the other.
+    """
+
+    def __init__(self, start: RunStart) -> None:
+        self.start = rollout_requests.held_out_start(start)
+        self.sampling = LeasedSamplers(self.start, lambda: None)
+        self._watched = start.run.watched.intersection(
+            start.run.rollouts.held_out.metric_names if start.run.rollouts else ()
+        )
+        self._source: RolloutSource | None = None
+        self._initial: Artifact | None = None
+
+    async def prepare(self, run: ShownRun, model: ResolvedModel, initial: Artifact | None, num_steps: int) -> None:
+        """Try the grader, download and render the prompts, before any accelerator is asked for.
+
+        Args:
+            initial: the adapter that the run begins with.
+        """
+        if (message := rollout_requests.too_many_evaluations(self.start.run, num_steps)) is not None:
+            raise RunFailed(Problem(kind="invalid_input", message=message))
+        rewards = await _checked_grader(self.start, model)
+        sources = rollout_requests.held_out_sources(self.start.run)
+        # Rows that are evaluated by their loss are downloaded as `eval`.
+        by_split = {split.replace("eval", "prompts", 1): source for split, source in sources.items()}
+        rendered = await _render(run, self.start, model.model, by_split)
+        for source, prompts in zip(sources.values(), rendered, strict=True):
+            await _check_environment(self.start, model, source, prompts)
+        data = rollout_requests.rollout_data(self.start.run, rendered[0], rendered)
+        data = data.model_copy(update={"rewards": rewards})
+        self._source = RolloutSource(self.start, model.model, data, [], self.sampling, None, CarriedOver())
+        self._initial = initial
+
+    @property
+    def probe(self) -> tuple[int, ...]:
+        """Token ids by which a sampler proves that it has a checkpoint's weights."""
+        return self._source.data.probe if self._source is not None else ()
+
+    async def evaluate(
+        self, step: int = 0, checkpoint: CheckpointRef | None = None, logprobs: Sequence[float] = ()
+    ) -> HeldOutGrades:
+        """Sample and grade the held-out prompts with the weights after a step.
+
+        Args:
+            checkpoint: the step's; that of step 0 is not read.
+            logprobs: the trainer's, of the probe; none: samplers need not prove anything.
+
+        Raises:
+            RunFailed: no sample was graded, and the grades decide; or as `LeasedSamplers.do`.
+        """
+        assert self._source is not None
+        saved = checkpoint.artifact if step and checkpoint is not None else None
+        policy = Policy(after_step=step, version=step, adapter=None if saved else self._initial, checkpoint=saved)
+        self._source.policies = [policy]
+        try:
+            if logprobs:
+                await self._source.prove(policy, logprobs)
+            found = await self._source.graded(policy)
+        finally:
+            self.sampling.release()
+        told = rollout_requests.held_out_fields(found)
+        if missing := self._watched - told["metrics"].keys():
+            reasons = "; ".join(reason for _, summary in found.values() for reason in summary.reasons[:1])
+            message = f"{min(missing)} decides, and no sample was graded after step {step}: {reasons}"
+            raise RunFailed(Problem(kind="invalid_input", message=f"rollouts.grader: {message}"))
+        return HeldOutGrades(step=step, **told)

@@ -22,7 +22,7 @@ with workflow.unsafe.imports_passed_through():
         with_reference,
     )
     from longshore.runs import CRITIC, RLRun, dtype_of
-    from longshore.training import Lora, Watched
+    from longshore.training import Lora
     from longshore.views import CheckpointRef, StepStatus
     from shared.jobs.job import (
         ONLY_JOB,
@@ -78,9 +78,13 @@ def dataset_job(
     num_steps: int,
     reference: Reference = "base",
     more_teachers: Sequence[Reference] = (),
+    probe: tuple[int, ...] = (),
 ) -> JobPlan:
-    """The one job of a run on a dataset. The same run gives the same plan, however often it is leased."""
-    run = start.run
+    """The one job of a run on a dataset. The same run gives the same plan, however often it is leased.
+
+    `probe`: token ids by which samplers prove that they have the job's weights, if they answer held-out prompts.
+    """
+    run, early_stop = start.run, start.run.early_stop
     return JobPlan(
         **worker_plan(start, model),
         job_id=ONLY_JOB,
@@ -96,8 +100,12 @@ def dataset_job(
             every_steps=run.eval_every,
             num_samples=run.num_samples,
             sample_tokens=run.sample_tokens,
-            **run.model_dump(include=set(Watched.model_fields)),
+            graded_every=run.rollouts.held_out.every_steps if run.rollouts is not None else None,
+            keep=run.keep,
+            best_by=run.keeps_by,
+            early_stop=early_stop and early_stop.model_copy(update={"metric": run.stops_by}),
         ),
+        probe=probe,
         checkpointing=Checkpointing(
             every_steps=run.checkpoint_every or max(1, math.ceil(num_steps / 10)), keep=run.keep_checkpoints
         ),

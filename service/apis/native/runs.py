@@ -23,7 +23,7 @@ from longshore.commands import Asked, Forward, ForwardBackward
 from longshore.dataset_runs import DistillRun, DPORun, RewardRun, SFTRun
 from longshore.fields import Name
 from longshore.grading import OneGrade
-from longshore.runs import Kind, RLRun, Run, RunId, Source
+from longshore.runs import Kind, RLRun, Run, RunId, Source, samples_of
 from longshore.training import SessionRun
 from service.accounts import audit
 from service.accounts.keys import BEARER, Asking, reads_or_writes
@@ -433,11 +433,13 @@ async def step_samples(
     limit: Annotated[int, Query(ge=1, le=256)] = 32,
 ) -> tuple[views.DrawnSample, ...]:
     """Samples that a run drew itself, as graders saw them, with the course of their episodes."""
-    record = await backend.runs.record(asking.tenant, run_id)
-    status = await backend.steps.show(asking.tenant, run_id, step, 0)
-    assert isinstance(record.run, RLRun)  # others have no steps
-    size = record.run.samples_of(of)
-    return await asyncio.to_thread(backend.run_files.samples, status, of, size, failed, first, limit)
+    run = (await backend.runs.record(asking.tenant, run_id)).run
+    if isinstance(run, RLRun):
+        drawn = (await backend.steps.show(asking.tenant, run_id, step, 0)).samples
+    else:
+        evaluations = (await backend.histories.of(run_id)).metrics().evaluations
+        drawn = next((one.drawn for one in evaluations if one.step == step), {})
+    return await asyncio.to_thread(backend.run_files.samples, drawn, of, samples_of(run, of), failed, first, limit)
 
 
 # --- Sessions: a client trains a slot command by command ---

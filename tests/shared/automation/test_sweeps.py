@@ -60,6 +60,11 @@ def test_a_metric_says_what_is_better() -> None:
     assert not sweep(metric="eval_reward_mean", direction="minimize").maximizes
     kept = sweep(run={**SFT, "eval_every": 2, "keep": "best", "best_by": "eval_accuracy"})
     assert (kept.measured, kept.maximizes) == ("best_eval_accuracy", True)
+    graded = {**SFT, "eval_dataset": None, "rollouts": {"held_out": {"prompts": DATA}, "grader": REWARDED}}
+    assert (sweep(run=graded).measured, sweep(run=graded).maximizes) == ("eval_reward_mean", True)
+    assert sweep(run=graded | {"eval_dataset": DATA}).measured == "eval_loss"
+    with pytest.raises(ValidationError, match="say every how many steps"):
+        sweep(run=graded, halving={"first_step": 2})
     held_out = {"prompts": DATA, "every_steps": 1, "keep": "best"}
     assert sweep(run={**RL, "rollouts": {**RL["rollouts"], "held_out": held_out}}).measured == "best_eval_reward_mean"
 

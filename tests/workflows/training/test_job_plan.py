@@ -69,8 +69,8 @@ def test_what_the_user_asked_for_arrives() -> None:
         "num_samples": 2,
         "sample_tokens": 9,
         "keep": "best",
-        "best_by": None,
-        "early_stop": {"metric": None, "patience": 2},
+        "best_by": "eval_loss",
+        "early_stop": {"metric": "eval_loss", "patience": 2},
     }
 
 

@@ -4,7 +4,7 @@ import { Comparison } from "./comparison.js";
 import { Data, Files, Logs, Request } from "./details.js";
 import { acting, ago, clock, duration, Facts, FRAME, get, getText, html, isSure, money, mount, named, number, post,
   toast, under, useData, useEffect, useState } from "./page.js";
-import { Samples } from "./samples.js";
+import { Evaluations, Samples } from "./samples.js";
 import { Charts, RunMetrics, useChartOptions } from "./series.js";
 import { canResume, etaSeconds, phaseText, progressBar, shownState, stateBadge, stoppedSeconds, tookSeconds,
 } from "./status.js";
@@ -84,6 +84,7 @@ function factsOf(run, place, owners) {
     isRunning(run) && (run.phase !== state || place) && ["Phase", phaseText(run) + queue],
     Number.isFinite(value) && [measure, number(value)],
     metrics.broken_trajectories > 0 && ["Trajectories dropped in the last step", dropped(metrics)],
+    isRunning(run) && run.samples_now && ["Samples", samplesNow(run.samples_now)],
     ["Duration", [duration(tookSeconds(run)), stopped > 1 && under(`${duration(stopped)} of it paused or stopped`)]],
     ["GPU time", duration(run.gpu_seconds || null)],
     cost && ["Cost", [money(cost.so_far, cost.currency),
@@ -99,6 +100,14 @@ function factsOf(run, place, owners) {
     run.version && ["Published", `${run.name} v${run.version}`],
     ...Object.entries(metadata),
   ];
+}
+
+/** How many samples or episodes run, wait and have ended, and why. */
+function samplesNow({ running, waiting, before, ended, errors }) {
+  const ends = Object.entries(ended), all = ends.reduce((sum, [, num]) => sum + num, 0);
+  const reasons = ends.sort().map(([end, num]) => `${end.replaceAll("_", " ")} ${number(num)}`).join(", ");
+  return [`${number(running)} running, ${number(waiting)} waiting, ${number(all)} ended`, reasons && under(reasons),
+    before > 0 && under(`${number(before)} from before an interruption`), ...errors.map((error) => under(error))];
 }
 
 /** The number of trajectories that could not be trained, and the rules that dropped them. */
@@ -194,7 +203,7 @@ function RunPage() {
       ${run && html`<${Summary} run=${run} place=${run.place} owners=${overview.owners} evaluated=${evaluated} />`}
     </section>
     <nav class="sections" aria-label="Parts of this page">
-      ${["Charts", "Timeline", "Samples", "Data", "Logs", "Checkpoints", "Request"].map((title) => html`
+      ${["Charts", "Evaluations", "Timeline", "Samples", "Data", "Logs", "Checkpoints", "Request"].map((title) => html`
         <a href=${`#${title.toLowerCase()}`}>${title}</a>`)}
     </nav>
     <section id="charts" aria-labelledby="charts-h">
@@ -206,6 +215,8 @@ function RunPage() {
       ${found && html`<${Charts} run=${metrics} other=${other.metrics} ...${options} none=${noCharts} />`}
       <div id="differences">${run && other.run && html`<${Comparison} runs=${[run, other.run]} />`}</div>
     </section>
+    ${part("evaluations", "Evaluations", found && html`<${Evaluations} metrics=${metrics} best=${run.metrics.best_step}
+      none=${isOver ? "There were none." : "None yet."} />`)}
     ${part("timeline", "Timeline", run && html`<${Timeline} run=${run} />`)}
     ${part("samples", "Samples", found && html`
       <${Samples} metrics=${metrics} none=${isOver ? "There were none." : "None yet."} />`)}

@@ -1,12 +1,27 @@
-// Samples by step: greedy completions of evaluations, and the groups of an RL run's train steps with their rewards.
+// Evaluations as a table. Samples by step: completions and graded samples of evaluations, and the groups of an RL run's
+// train steps with their rewards.
 
-import { get, html, number, useEffect, useRef, useState } from "./page.js";
+import { get, html, number, Table, useEffect, useRef, useState } from "./page.js";
 import { drawn, lastLine, spoken } from "./texts.js";
 
 const OPEN = 1;  // samples that are not folded
+const MOST_COLUMNS = 12;
+
+/** A row for each metric, a column for each evaluation: the first and the newest. `best`: the step that is kept. */
+export function Evaluations({ metrics, best, none }) {
+  const all = metrics.allEvaluated(), names = [...new Set(all.flatMap(([, found]) => Object.keys(found)))].sort();
+  if (!all.length) return html`<p class="muted">${none}</p>`;
+  const shown = all.length > MOST_COLUMNS ? [all[0], ...all.slice(1 - MOST_COLUMNS)] : all;
+  const heads = ["after step", ...shown.map(([step]) => `${number(step)}${step === best ? " (best)" : ""}`)];
+  const rows = names.map((name) => [html`<th scope="row">${name}</th>`,
+    ...shown.map(([, found]) => (name in found ? number(found[name]) : "–"))]);
+  return html`<${Table} names=${heads} rows=${rows} />
+    ${shown.length < all.length && html`<p class="muted small">The first and the newest of ${all.length}.</p>`}`;
+}
 
 function stepsWithSamples({ kind, evaluations, trainSteps }) {
-  const evaluated = [...evaluations.values()].filter(({ samples }) => samples.length).map(({ step }) => step);
+  const evaluated = [...evaluations.values()].filter(({ samples, drawn = {} }) => samples.length
+    || Object.keys(drawn).length).map(({ step }) => step);
   const steps = kind === "rl" ? [...trainSteps.keys()].filter((step) => step > 0) : evaluated;
   return steps.sort((a, b) => a - b);
 }
@@ -16,9 +31,12 @@ export function Samples({ metrics, none }) {
   const [chosen, setChosen] = useState(null), [, setRead] = useState(), texts = useRef(new Map());
   const steps = stepsWithSamples(metrics), isRl = metrics.kind === "rl", step = chosen ?? steps.at(-1);
   useEffect(() => {
-    if (!isRl || step === undefined || texts.current.has(step)) return;
-    const asked = get(`/runs/${metrics.runId}/steps/${step}/rollouts`).then(
-      (groups) => texts.current.set(step, groups.map(group)),
+    if (step === undefined || texts.current.has(step)) return;
+    const path = `/runs/${metrics.runId}/steps/${step}`, names = Object.keys(metrics.evaluations.get(step)?.drawn ?? {});
+    const read = isRl ? get(`${path}/rollouts`).then((groups) => groups.map(group))
+      : Promise.all(names.map((of) => get(`${path}/samples?of=${of}&limit=16`).then((found) => found.map(graded))));
+    const asked = read.then(
+      (shown) => texts.current.set(step, shown),
       (error) => texts.current.set(step, html`<p class="muted">${error.message}</p>`),
     );
     asked.then(() => setRead(step));
@@ -29,8 +47,8 @@ export function Samples({ metrics, none }) {
     const at = Number(event.target.value);
     setChosen(at === steps.length - 1 ? null : steps[at]);
   };
-  const shown = isRl ? texts.current.get(step)
-    : html`<div class="two">${metrics.evaluations.get(step).samples.map(completion)}</div>`;
+  const shown = isRl ? texts.current.get(step) : [
+    html`<div class="two">${metrics.evaluations.get(step).samples.map(completion)}</div>`, texts.current.get(step)];
   return html`
     ${steps.length === 1 ? html`<p>${label}</p>` : html`<div class="stepper">${label}
       <input type="range" min="0" max=${steps.length - 1} value=${steps.indexOf(step)} aria-label="Step"
@@ -46,6 +64,15 @@ const folded = (line, facts, n, inner) => html`<details class="sample" open=${n 
 const completion = ({ prompt, completion: text, reference }, n) => folded(lastLine(prompt), "", n, [
   spoken("prompt", prompt), spoken("completion", text), reference !== null && spoken("reference", reference),
 ]);
+
+/** A sample of a held-out prompt, or an episode, as a grader saw it. */
+function graded({ item, text, num_tokens: tokens, finish_reason: finish, episode }, n) {
+  const facts = [episode && `reward ${number(episode.reward)}`, `${number(tokens)} tokens`,
+    episode ? episode.end.replaceAll("_", " ") : finish === "length" && "cut off"].filter(Boolean).join(" · ");
+  const said = episode ? episode.messages.map(({ role, content }) => (role === "assistant" ? drawn : spoken)(
+    role, typeof content === "string" ? content : JSON.stringify(content))) : drawn("answer", text);
+  return folded(lastLine(text), facts, n, [spoken("item", JSON.stringify(item, null, 1)), said]);
+}
 
 /** A trajectory of several answers: each with what it earned, and what the policy was told between them. */
 function conversation({ parts, turn_rewards: earned }) {

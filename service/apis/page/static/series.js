@@ -55,6 +55,15 @@ export class RunMetrics {
     return points(this.evaluations, (event) => event.metrics[name]);
   }
 
+  /** [step, metrics] of each evaluation, in order of step; their names without `eval_`. */
+  allEvaluated() {
+    const ofPrompts = ([step, { metrics }]) => [step, Object.fromEntries(Object.entries(metrics)
+      .filter(([name]) => name.startsWith("eval_")).map(([name, value]) => [name.slice("eval_".length), value]))];
+    const found = this.kind === "rl" ? [...this.trainSteps].map(ofPrompts)
+      : [...this.evaluations].map(([step, { metrics }]) => [step, metrics]);
+    return found.filter(([, metrics]) => Object.keys(metrics).length).sort(([a], [b]) => a - b);
+  }
+
   trained(name) {
     return points(this.trainSteps, (step) => step.metrics[name]);
   }
@@ -84,13 +93,15 @@ const BY_STEP = [
 ];
 const both = (name, label = "train") => [step(name, label), held(name, "held out")];
 const LOSS = { title: "Loss", lines: both("loss") };
+const GRADED = { title: "Reward of held-out prompts", lines: [held("reward_mean", "held out")] };
 const ACCURACY = { title: "Preference accuracy", lines: both("preference_accuracy") };
 const MARGIN = { title: "Reward margin", lines: both("reward_margin", "margin") };
 const PLANS = {
-  sft: [LOSS, ...BY_STEP],
+  sft: [LOSS, GRADED, ...BY_STEP],
   distill: [
     { title: "Divergence from the teacher", lines: both("loss") },
     { title: "Negative log-likelihood of the rows", lines: both("nll") },
+    GRADED,
     ...BY_STEP,
   ],
   dpo: [
@@ -98,6 +109,7 @@ const PLANS = {
     MARGIN,
     ACCURACY,
     { title: "Rewards of the answers", lines: [step("reward_chosen", "chosen"), step("reward_rejected", "rejected")] },
+    GRADED,
     ...BY_STEP,
   ],
   reward: [
