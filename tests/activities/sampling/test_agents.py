@@ -2,6 +2,10 @@
 
 import dataclasses
 import json
+import os
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +39,7 @@ from tests.activities.sampling.test_environments import drawn_of, grouped, talke
 
 __all__ = ["talker"]
 
+REPOSITORY = Path(__file__).parents[3]
 TURNS = 6
 ASKS = """
 import json, os, sys, time, urllib.request
@@ -162,15 +167,19 @@ os.makedirs("/logs/verifier", exist_ok=True)
 json.dump({{"reward": 1, "kinds": len(told)}}, open("/logs/verifier/reward.json", "w"))
 sys.exit(3)
 """
-    tests = {"test.sh": """echo '{"reward": 0.5, "calls": 7}' > /logs/verifier/reward.json"""}
+    tests = {"test.sh": """echo '{"reward": 0.5, "calls": 7, "c-d": 1}' > /logs/verifier/reward.json"""}
     place = with_rows(talker, tmp_path, {"files": {"/app/agent.py": agent}, "tests": tests, "folder": "/app"})
     settings = settings_of(tmp_path, place)
     found = played(settings, place)
     [group] = groups_in(settings, found)
     for course in courses(group):
         assert course.end == "turn_limit" and course.num_turns == TURNS
-        assert course.reward == 0.5 and course.metrics == {"calls": 7.0}, "what the program left itself does not count"
-        assert json.loads(course.output) == {
+        assert course.reward == 0.5, "what the program left itself does not count"
+        assert course.metrics == {"calls": 7.0, "metrics_left_out": 1.0}
+        printed, *told = course.output.splitlines()
+        assert f"longshore: 5 requests were refused: this episode has had its {TURNS} turns" in told
+        assert any("metrics of reward.json were left out" in line and line.endswith("'c-d'") for line in told), told
+        assert json.loads(printed) == {
             "one answer": True,
             "kinds": ["message", "response", "small", 404],
             "count": True,
@@ -281,6 +290,52 @@ tried("forks", forks)
             box.run("true", {}, "/work", "/logs/5.txt", 60.0)
     finally:
         box.close()
+
+
+ORDINARY = """
+import logging
+from activities.sandbox.box import Box, BoxLimits
+from activities.sandbox.kernel import IsolationRefused
+logging.basicConfig(format="%(message)s")
+for number in range(2):
+    try:
+        box = Box(BoxLimits(256 << 20, 16 << 20, 40))
+    except IsolationRefused as refused:
+        print("refused", refused)
+        break
+    print(box.run("id -u", {}, "/work", "/logs/out.txt", 60.0).code)
+    box.close()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_bubblewrap_that_does_not_start_is_told_and_not_needed(tmp_path: Path) -> None:
+    python = shutil.which("python3", path="/usr/bin:/usr/local/bin")
+    if python is None:
+        pytest.skip("needs a Python that others may run")
+    folder = Path(tempfile.mkdtemp())
+    try:
+        folder.chmod(0o755)
+        (folder / "activities/sandbox").mkdir(parents=True)
+        for name in ("box.py", "kernel.py"):
+            shutil.copy(REPOSITORY / "activities/sandbox" / name, folder / "activities/sandbox" / name)
+        (folder / "bin").mkdir()
+        fails = "#!/bin/sh\necho 'bwrap: setting up uid map: Permission denied' >&2; exit 1"
+        (folder / "bin" / "bwrap").write_text(fails)
+        (folder / "bin" / "bwrap").chmod(0o755)
+        done = subprocess.run(
+            [python, "-c", ORDINARY],
+            **{"user": 12345, "group": 12345, "extra_groups": [], "cwd": folder},
+            env={"PATH": f"{folder}/bin:/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"},
+            **{"capture_output": True, "text": True, "timeout": 300},
+        )
+    finally:
+        shutil.rmtree(folder)
+    if done.stdout.startswith("refused"):
+        pytest.skip(f"ordinary users get no namespaces here: {done.stdout}")
+    assert done.stdout.split() == ["0", "0"], done
+    told = "bwrap opens no boxes here, so Longshore's own launcher does: bwrap: setting up uid map: Permission denied"
+    assert done.stderr.count(told) == 1, done.stderr
 
 
 def harbor_task(folder: Path, dockerfile: str, **others: str) -> Path:
