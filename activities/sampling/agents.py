@@ -349,7 +349,10 @@ class _Asking(BaseHTTPRequestHandler):
             raise InvalidInput(f"a body needs a Content-Length, of at most {_MOST_BODY_BYTES:,} bytes")
         try:
             with self.server.reads:  # a program has one body at a time in this process' memory
-                found = json.loads(self.rfile.read(int(length)))
+                if len(body := self.rfile.read(int(length))) < int(length):
+                    raise ConnectionAbortedError  # the program has left
+                found = json.loads(body)
+                del body
         except (ValueError, RecursionError) as error:
             raise InvalidInput("the body is no JSON that can be read here") from error
         if is_deep(found if isinstance(found, dict | list) else []):

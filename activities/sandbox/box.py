@@ -36,6 +36,8 @@ _UP_S = 60.0  # for a box's start, on a slow machine
 _LOOK_EVERY_S = 0.5
 _MAX_FRAME_BYTES = 64 << 20
 _PRINTED_BYTES = 4096
+_NICENESS = 10  # as of environments
+_MOST_COMPUTING = 4  # tasks of a box at once, before they only get what no other process on the host wants
 _OPEN_FILES = 4096
 _SIOCSIFFLAGS, _UP = 0x8914, 1 | 64
 _DEVICES = ("null", "zero", "full", "random", "urandom")
@@ -224,8 +226,8 @@ def _path_of(folders: tuple[str, ...]) -> str:
 class _Box:
     """Does what the host asks, each thing in a child that has no rights."""
 
-    def __init__(self, control: socket.socket, opening: dict[str, Any], user: int, idle: int | None) -> None:
-        self._control, self._opening, self._user, self._idle = control, opening, user, idle
+    def __init__(self, control: socket.socket, opening: dict[str, Any], user: int, group: int | None) -> None:
+        self._control, self._opening, self._user, self._group = control, opening, user, group
         self._wakes, wakened = os.pipe()
         for end in (self._wakes, wakened):
             os.set_blocking(end, False)
@@ -276,6 +278,7 @@ class _Box:
                 return {"code": 137, "limit": "time"}
             if _is_over(self._opening["memory_bytes"]):
                 return {"code": 137, "limit": "memory"}
+            _put_crowds_last()
             ready, _, _ = select.select([self._control.fileno(), self._wakes], [], [], _LOOK_EVERY_S)
             if self._wakes in ready:
                 with suppress(BlockingIOError):
@@ -296,10 +299,10 @@ class _Box:
         for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGPIPE):
             signal.signal(number, signal.SIG_DFL)
         os.setsid()
-        kernel.lower_priority(0, 19)
-        if self._idle is not None:
+        kernel.lower_priority(0, _NICENESS)
+        if self._group is not None:
             with suppress(OSError):
-                os.write(self._idle, b"0")
+                os.write(self._group, b"0")
         self._give_up_rights()
         for folder in (Path(asked["folder"]), Path(asked["output"]).parent):
             folder.mkdir(parents=True, exist_ok=True)
@@ -371,6 +374,21 @@ def _is_over(memory_bytes: int) -> bool:
     return sum(map(_own_bytes, others)) > memory_bytes  # takes longer, and counts what forks share once
 
 
+def _put_crowds_last() -> None:
+    """If many tasks compute, let them only have what no other process wants: a share would be for each of them."""
+    tasks = [task for task in Path("/proc").glob("[0-9]*/task/*") if task.parts[2] != "1"]
+    computing = [task for task in tasks if len(tasks) > _MOST_COMPUTING and _is_computing(task)]
+    for task in computing if len(computing) > _MOST_COMPUTING else ():
+        with suppress(OSError):
+            os.sched_setscheduler(int(task.name), os.SCHED_IDLE, os.sched_param(0))
+
+
+def _is_computing(task: Path) -> bool:
+    with suppress(OSError):
+        return (task / "stat").read_text().rpartition(") ")[2].startswith("R")
+    return False
+
+
 def _resident_bytes(process: Path) -> int:
     with suppress(OSError):
         _, resident, shared, *_ = (process / "statm").read_text().split()
@@ -433,7 +451,7 @@ def _listening() -> socket.socket:
 def _serve(isolation: str) -> NoReturn:
     control = socket.socket(fileno=os.dup(0))
     opening = json.loads(kernel.read_frame(control.fileno()))
-    user, idle = _FIRST_USER + os.getpid(), kernel.idle_group()
+    user, group = _FIRST_USER + os.getpid(), kernel.box_group()
     with suppress(OSError):  # on systems without it
         Path("/proc/self/oom_score_adj").write_text("1000")  # ends before what is the host's, if memory runs out
     try:
@@ -448,7 +466,7 @@ def _serve(isolation: str) -> NoReturn:
     kernel.write_frame(control.fileno(), json.dumps({"refused": None}).encode())
     socket.send_fds(control, [b"s"], [listening.fileno()])
     listening.close()
-    _Box(control, opening, user, idle).serve()
+    _Box(control, opening, user, group).serve()
 
 
 if __name__ == "__main__":

@@ -376,7 +376,7 @@ def filter_calls(denied: _Numbers, threads: bool, programs: bool = False) -> Non
     libc_result(libc.prctl(PR_SET_SECCOMP, 2, ctypes.byref(program), 0, 0), "seccomp")
 
 
-# --- Priorities: untrusted programs have a processor while nobody else wants it ---
+# --- Priorities: what untrusted programs compute waits for what others do ---
 
 
 def lower_priority(leader: int, niceness: int) -> None:
@@ -387,8 +387,8 @@ def lower_priority(leader: int, niceness: int) -> None:
         Path("/proc", str(leader or "self"), "autogroup").write_text(str(niceness))
 
 
-def idle_group() -> int | None:
-    """Open the list of a control group's processes, which only run while no other process wants a processor.
+def box_group() -> int | None:
+    """Open the list of the processes of a control group that has a tenth of an ordinary group's share of processors.
 
     A program may begin any number of sessions, and raise their priority. So if this host is root, and in the kernel's
     first group, where sessions count, its programs go into a group of their own. None: there can be none, or need not.
@@ -399,8 +399,9 @@ def idle_group() -> int | None:
             group = Path("/sys/fs/cgroup", controllers, "longshore-boxes")  # the second version names no controllers
             if path == "/" and "cpu" in (controllers or "cpu").split(",") and (group.parent / "cpu.stat").exists():
                 group.mkdir(exist_ok=True)
-                with (group / "cpu.idle").open("r+") as file:
-                    file.write("1")
+                name, share = ("cpu.shares", "102") if controllers else ("cpu.weight", "10")
+                with (group / name).open("r+") as file:
+                    file.write(share)
                 return os.open(group / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
     return None
 

@@ -6,7 +6,10 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
+import time
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ import pytest
 from temporalio.testing import ActivityEnvironment
 
 from activities.host_context import HostContext
-from activities.sampling.agents import CheckEnvironment, CheckEnvironmentRequest
+from activities.sampling.agents import CheckEnvironment, CheckEnvironmentRequest, _Episode, _Gateway, _slot
 from activities.sampling.completions import SampledGroup
 from activities.sampling.sample import Sampled
 from activities.sandbox.box import Box, BoxLimits, BoxLost
@@ -36,6 +39,7 @@ from tests.activities.sampling.conftest import (
 )
 from tests.activities.sampling.conftest import settings_of as plain_settings
 from tests.activities.sampling.test_environments import drawn_of, grouped, talker
+from tests.waiting import wait_until
 
 __all__ = ["talker"]
 
@@ -290,6 +294,55 @@ tried("forks", forks)
             box.run("true", {}, "/work", "/logs/5.txt", 60.0)
     finally:
         box.close()
+
+
+def test_what_a_program_computes_or_asks_leaves_processors_to_others() -> None:
+    box = Box(BoxLimits(memory_bytes=256 << 20, disk_bytes=16 << 20, processes=40))
+    episode = _Episode.__new__(_Episode)  # what a gateway notes
+    episode.is_slowed = False
+    with closing(box):
+        assert box.run("ps -o ni= $$", {}, "/work", "/logs/nice.txt", 60.0).code == 0
+        assert (box.get("/logs/nice.txt", 64) or b"").decode().strip() == "10"
+        crowd = "for n in 1 2 3 4 5 6 7 8; do (while :; do :; done) & done\n"
+        crowd += "until test $(ps -eo cls= | grep -c IDL) -ge 8; do sleep 0.2; done"
+        assert box.run(crowd, {}, "/work", "/logs/crowd.txt", 300.0).code == 0, "they get what nobody else wants"
+        gateway = _Gateway(box, episode)
+        gateway.spent(1.0)
+        gateway.pace()
+        assert not episode.is_slowed, "a program may need much at first"
+        gateway.spent(1000.0)
+        waits = threading.Thread(target=gateway.pace)
+        waits.start()
+        wait_until(lambda: episode.is_slowed, "it has to wait")
+        assert waits.is_alive()
+        gateway.is_over.set()
+        waits.join(60)
+        assert not waits.is_alive(), "until its box is closed"
+
+
+def test_runs_share_a_hosts_places() -> None:
+    """A free place goes to the run with the fewest agents; one that has none needs not wait for others to end."""
+    ends, began = threading.Event(), list[str]()
+
+    def play(run: str) -> None:
+        with _slot(2, run):
+            began.append(run)
+            ends.wait(60)
+
+    first = [threading.Thread(target=play, args=("first",)) for _ in range(4)]
+    for each in first:
+        each.start()
+    wait_until(lambda: len(began) == 2, "as many as there may be", 60)
+    second = [threading.Thread(target=play, args=("second",)) for _ in range(2)]
+    for each in second:
+        each.start()
+    wait_until(lambda: began.count("second") == 1, "one more place", 60)
+    time.sleep(0.5)
+    assert began == ["first", "first", "second"]
+    ends.set()
+    for each in (*first, *second):
+        each.join(60)
+    assert sorted(began) == ["first"] * 4 + ["second"] * 2
 
 
 ORDINARY = """
