@@ -217,7 +217,9 @@ class _Second:
 
     async def _chat(self) -> None:
         asked = {"model": _MODEL, "messages": [{"role": "user", "content": "Which quay?"}], "max_tokens": 8}
-        (await self._client.post("/v1/chat/completions", json=asked)).raise_for_status()
+        while (answer := await self._client.post("/v1/chat/completions", json=asked)).status_code in (429, 503):
+            await asyncio.sleep(float(answer.headers.get("retry-after", 1)))  # as clients do; it counts
+        answer.raise_for_status()
 
     async def _submit(self) -> str:
         made = (await self._client.post("/api/v1/runs/sft", json=self._submitted)).raise_for_status().json()

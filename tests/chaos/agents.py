@@ -32,7 +32,7 @@ from examples.tiny_model import make_tiny_model
 from longshore.environments import Course
 from longshore.runs import RLRun
 from tests import conftest  # noqa: F401  (nothing reaches a real account)
-from tests.activities.sampling.test_agents import COUNTS, TALKS
+from tests.activities.sampling.test_agents import TALKS
 from tests.chaos.trial import Disturber, ended, forget, patiently, submit, weights_sha256
 from tests.end_to_end.conftest import QUICK, TINKER_MODEL
 from tests.end_to_end.stack import Stack, started
@@ -65,6 +65,7 @@ class Environment:
         length = len(answer["content"])
         return {"reward": 1 / (1 + length), "observation": f"That was {length}.", "done": self.num == 4}
 """
+VERIFIES = """python3 -c "print(open('said.txt').read().count('e'))" > /logs/verifier/reward.txt"""
 PATIENCE_S = 1500.0
 
 
@@ -109,7 +110,7 @@ class Runs:
         rollouts |= {"prompts_per_step": PROMPTS, "group_size": GROUP, "max_completion_tokens": 32}
         common = {"model": str(talking_model(folder / "talker")), "trainable": {"kind": "lora", "rank": 4}, "seed": 7}
         common |= {"learning_rate": 0.01, "max_tokens": 400, "idle_s": 5, "loss": {"kind": "reinforce"}}
-        agent = {"command": "python3 agent.py", "verifier": COUNTS.strip()}
+        agent = {"command": "python3 agent.py", "verifier": VERIFIES}
         parts: dict[str, dict[str, Any]] = {
             "environment": {"environment": {"source": TELLS, "max_turns": 4}},
             "agent": {"agent": agent},

@@ -322,27 +322,40 @@ def test_what_a_program_computes_or_asks_leaves_processors_to_others() -> None:
 
 def test_runs_share_a_hosts_places() -> None:
     """A free place goes to the run with the fewest agents; one that has none needs not wait for others to end."""
-    ends, began = threading.Event(), list[str]()
+    under_way, threads = list[tuple[str, threading.Event]](), list[threading.Thread]()
 
     def play(run: str) -> None:
-        with _slot(2, run):
-            began.append(run)
-            ends.wait(60)
+        with _slot(4, run):
+            under_way.append((run, ends := threading.Event()))
+            ends.wait(300)
 
-    first = [threading.Thread(target=play, args=("first",)) for _ in range(4)]
-    for each in first:
-        each.start()
-    wait_until(lambda: len(began) == 2, "as many as there may be", 60)
-    second = [threading.Thread(target=play, args=("second",)) for _ in range(2)]
-    for each in second:
-        each.start()
-    wait_until(lambda: began.count("second") == 1, "one more place", 60)
-    time.sleep(0.5)
-    assert began == ["first", "first", "second"]
-    ends.set()
-    for each in (*first, *second):
+    def begin(run: str, num: int, until: list[str]) -> None:
+        threads.extend(threading.Thread(target=play, args=(run,)) for _ in range(num))
+        for each in threads[-num:]:
+            each.start()
+        shown(until)
+
+    def end(run: str, until: list[str]) -> None:
+        one = next(each for each in under_way if each[0] == run)
+        under_way.remove(one)
+        one[1].set()
+        shown(until)
+
+    def shown(runs: list[str]) -> None:
+        wait_until(lambda: [run for run, _ in under_way] == runs, f"{runs} are under way", 60)
+        time.sleep(0.3)  # and no others
+        assert [run for run, _ in under_way] == runs
+
+    begin("a", 24, ["a"] * 4)
+    begin("b", 3, ["a"] * 4 + ["b"])
+    end("a", ["a"] * 3 + ["b"])
+    end("a", ["a"] * 2 + ["b"] * 2)
+    for _ in range(25):
+        wait_until(lambda: under_way, "the next one", 60)
+        under_way.pop()[1].set()
+    for each in threads:
         each.join(60)
-    assert sorted(began) == ["first"] * 4 + ["second"] * 2
+        assert not each.is_alive()
 
 
 ORDINARY = """
