@@ -166,9 +166,13 @@ def _played(on: Stack, model: str, kind: str, seconds: int, at_once: int) -> dic
     own = {"files": {"agent.py": _BEGIN + _KINDS[kind]}, "variables": {"SECONDS": str(seconds)}}
     rows.write_text(json.dumps({"prompt": kind} | own) + "\n")
     options = ["--model", model, "--prompts", str(rows), "--agent", "python3 agent.py", "-n", str(at_once)]
-    options += ["--agent-time-s", str(seconds + 5), "--agent-verifier", "echo 1 > /logs/verifier/reward.txt"]
+    options += ["--agent-time-s", str(seconds + 60), "--agent-verifier", "echo 1 > /logs/verifier/reward.txt"]
     options += ["--max-completion-tokens", "8", "--max-tokens", "256", "--max-ungraded-fraction", "1"]
-    run_id = on.run("rollout", *options, "--json")["run_id"]
+    try:
+        run_id = on.run("rollout", *options, "--json")["run_id"]
+    except subprocess.CalledProcessError as failed:  # as a run whose program could not ask is
+        print(failed.output, file=sys.stderr)
+        raise
     shown: Any = on.run("episodes", run_id, "--of", "eval", "--json")
     ends = Counter(one["episode"]["end"] for one in shown)
     return {"ends": dict(ends), "shown": shown[0]["episode"]["output"].splitlines()[-8:]}
@@ -217,7 +221,10 @@ class _Second:
 
     async def _chat(self) -> None:
         asked = {"model": _MODEL, "messages": [{"role": "user", "content": "Which quay?"}], "max_tokens": 8}
-        while (answer := await self._client.post("/v1/chat/completions", json=asked)).status_code in (429, 503):
+        while True:
+            answer = await self._client.post("/v1/chat/completions", json=asked)
+            if answer.status_code not in (429, 503):
+                break
             await asyncio.sleep(float(answer.headers.get("retry-after", 1)))  # as clients do; it counts
         answer.raise_for_status()
 

@@ -145,7 +145,8 @@ class Server:
                 start_new_session=True,  # a terminal's Ctrl-C is for the host
                 env=child_environment(self.kind) | self.added,
             )
-        lower_priority(self._process.pid, self.niceness)
+        if self.niceness:
+            lower_priority(self._process.pid, self.niceness)
         self._control.settimeout(_START_S)
         told = self._control.recv(MESSAGE_BYTES)
         self._control.settimeout(None)
