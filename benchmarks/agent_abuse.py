@@ -37,17 +37,13 @@ from shared.child_environment import STACK_MARK, child_environment
 _MODEL = "tiny/model"
 _LIMIT_S = 0.5
 _BEGIN = """
-import http.client, json, os, socket, threading, time
+import collections, concurrent.futures, http.client, json, os, socket, threading, time
 
-def ask(number, connection):
-    body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": f"quay {number}?"}]})
-    connection.request("POST", "/v1/chat/completions", body)
-    answer = connection.getresponse()
-    answer.read()
-    return answer.status
-
-def opened():
-    return http.client.HTTPConnection("127.0.0.1", 8321, timeout=600)
+def ask(number, body=None):
+    connection = http.client.HTTPConnection("127.0.0.1", 8321, timeout=600)
+    messages = [{"role": "user", "content": f"quay {number}?"}]
+    connection.request("POST", "/v1/chat/completions", body or json.dumps({"model": "policy", "messages": messages}))
+    return connection.getresponse().status
 
 def forever(work):
     while True:
@@ -56,54 +52,40 @@ def forever(work):
         except OSError:
             pass
 
-print("asked:", ask("first", opened()), flush=True)
+print("asked:", ask("first"), flush=True)
 until = time.monotonic() + float(os.environ["SECONDS"])
 """
 _KINDS = {
-    # Asks 10,000 questions over 64 connections, as fast as they are answered or refused.
+    # Asks 10,000 questions over 64 connections at once, as fast as they are answered or refused.
     "questions": """
-numbers, told = iter(range(10_000)), {}
-def loop():
-    connection = opened()
-    for number in numbers:
-        try:
-            status = ask(number, connection)
-        except Exception as error:
-            connection.close()
-            status = type(error).__name__
-        told[status] = told.get(status, 0) + 1
-threads = [threading.Thread(target=loop, daemon=True) for _ in range(64)]
-[each.start() for each in threads]
-while any(each.is_alive() for each in threads) and time.monotonic() < until:
-    time.sleep(0.1)
-print("answers:", told, flush=True)
-os._exit(0)
+def status(number):
+    try:
+        return ask(number) if time.monotonic() < until else "not asked"
+    except OSError as error:
+        return type(error).__name__
+with concurrent.futures.ThreadPoolExecutor(64) as threads:
+    print("answers:", collections.Counter(threads.map(status, range(10_000))))
 """,
     # Forks until it may not, and computes, each process in a session of its own with the priority that it likes.
     "forks": """
-num = 0
 try:
     while os.fork():
-        num += 1
+        pass
     os.setsid()
 except BlockingIOError as error:
-    print("forks:", num, error, flush=True)
+    print("forks:", error, flush=True)
 def work():
+    sum(range(1_000_000))
     with open("/proc/self/autogroup", "w") as file:
         file.write("0")
-    sum(range(1_000_000))
 forever(work)
 """,
     # Fills its disk, again and again.
     "disk": """
 def work():
-    try:
-        with open("/work/large", "wb") as file:
-            while True:
-                file.write(bytes(1 << 20))
-    except OSError as error:
-        os.unlink("/work/large")
-        print(error, flush=True)
+    with open("/work/large", "wb") as file:
+        while True:
+            file.write(bytes(1 << 20))
 forever(work)
 """,
     # Sends bodies of 100 MB, and of 8 MB that take long to read.
@@ -113,10 +95,7 @@ def large():
         connection.sendall(b"POST /v1/chat/completions HTTP/1.1\\r\\nContent-Length: 100000000\\r\\n\\r\\n")
         for _ in range(100):
             connection.sendall(bytes(1 << 20))
-def slow():
-    connection = opened()
-    connection.request("POST", "/v1/chat/completions", b'{"messages": [' + b"[]," * 2_700_000 + b"[]]}")
-    connection.getresponse()
+slow = lambda: ask(0, b'{"messages": [' + b"[]," * 2_700_000 + b"[]]}")
 for work in [large, slow] * 8:
     threading.Thread(target=forever, args=(work,), daemon=True).start()
 time.sleep(until - time.monotonic())

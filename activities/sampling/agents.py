@@ -448,13 +448,15 @@ class _Episode:
             raise self.failure
 
     def count_refusal(self, reason: str) -> None:
+        reason = reason[:200]
         with self._lock:
             self._refusals[reason if reason in self._refusals or len(self._refusals) < _REASONS else "others"] += 1
 
     @property
     def notes(self) -> list[str]:
         """What the user is told of the program's questions, below what it has printed."""
-        told = [f"{num:,} requests were refused: {reason}" for reason, num in sorted(self._refusals.items())]
+        with self._lock:  # a request may still be under way
+            told = [f"{num:,} requests were refused: {reason}" for reason, num in sorted(self._refusals.items())]
         slowed = "its requests took more than their share of the host's processor, and had to wait"
         return told + ([slowed] if self.is_slowed else [])
 
