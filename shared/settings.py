@@ -156,7 +156,7 @@ class AgentSettings(BaseModel):
     memory_bytes: int = Field(default=2 << 30, ge=64 << 20, description="of the processes of one agent")
     disk_bytes: int = Field(default=512 << 20, ge=16 << 20, description="of its files, which are in memory")
     processes: int = Field(default=256, ge=8, description="that it has at once, threads included")
-    at_once: int = Field(default=8, ge=1, description="agents at once on a host")
+    at_once: int = Field(default=8, ge=1, description="agents at once on a host; a run that has none gets one more")
 
 
 class ConfinedSettings(BaseModel):

@@ -161,8 +161,8 @@ LINES_OF_ROOMS = {
     "activities/hosts": 2_950,
     "activities/models": 1_020,
     "activities/publishing": 920,
-    "activities/sampling": 4_130,  # with agents of runs, and prompts that are carried over
-    "activities/sandbox": 1_840,  # with the boxes of agents
+    "activities/sampling": 4_190,  # with agents of runs and what they may ask of a host, and prompts carried over
+    "activities/sandbox": 1_920,  # with the boxes of agents, and their priority
     "activities/sources": 1_240,
     "activities/tokenizing": 3_040,
     "activities/tracking": 580,

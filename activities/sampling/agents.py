@@ -12,9 +12,11 @@ import json
 import logging
 import math
 import os
+import re
 import shlex
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
@@ -32,6 +34,8 @@ from activities.host_context import OnHost
 from activities.sampling.client import Completion
 from activities.sampling.completions import sample_seed
 from activities.sampling.episodes import (
+    METRIC_NAME,
+    MOST_METRICS,
     MOST_REWARD,
     EnvironmentProcess,
     EpisodePlan,
@@ -65,18 +69,22 @@ MODEL = "policy"
 _PLACE = "rollouts.agent"
 _MOST_BODY_BYTES = 8 << 20
 _CONNECTIONS = 32  # of one program at once; each has a thread
+_SHARE, _AHEAD_S = 0.1, 10.0  # of a processor of the host that a program's questions may take, and how far ahead of it
+_CONNECTION_S = 0.0005  # processor time of a connection, beside that of its thread
 _SIDE_TURNS = 4  # side questions for each counted one that an episode may have
 _TRIES = 3  # of a box that is lost, or of a program that asks nothing
 _FILES, _FILES_BYTES = 1024, 32 << 20  # most files of a row, and their bytes
+_REASONS = 8  # for refusals of one program that are shown
 _OUTPUT_BYTES = 4096  # of a program's output that are shown
 _REWARD_BYTES = 64 << 10
 _OUTPUT, _CHECKED = "/logs/agent/output.txt", "/logs/verifier/output.txt"
 _SET_UP, _SETUP_S = "/logs/setup.txt", 600.0
 _REWARD = "/logs/verifier/reward"
+_OF_OURS = "longshore: "  # before lines below a program's output
 _JSON = "application/json"
 _log = logging.getLogger(__name__)
-_slots: dict[int, threading.BoundedSemaphore] = {}
-_slots_lock = threading.Lock()
+_slots_held, _slots_wanted = Counter[str](), Counter[str]()  # agents that run, and those that wait, by their runs
+_slots_changed = threading.Condition()
 
 
 # --- A task: the row's files, and the verifier ---
@@ -227,11 +235,27 @@ class _Gateway(ThreadingHTTPServer):
         self.socket = box.listening
         self.episode = episode
         self.reads = threading.Lock()
+        self.is_over = threading.Event()
+        self._paying = threading.Lock()
+        self._paid_until = 0.0
         self._free = threading.BoundedSemaphore(_CONNECTIONS)
         self._context = copy_context()
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        return self._free.acquire(blocking=False)  # others are closed
+        self.spent(_CONNECTION_S)
+        self.pace()
+        return self._free.acquire(timeout=0.5)  # others wait in the backlog; those that wait too long are closed
+
+    def spent(self, cpu_s: float) -> None:
+        """Count processor time of this host that the program has caused."""
+        with self._paying:
+            self._paid_until = max(self._paid_until, time.monotonic() - _AHEAD_S) + cpu_s / _SHARE
+
+    def pace(self) -> None:
+        """Wait until the program has no more than its share of a processor, as other tenants' work needs this host."""
+        if (wait_s := self._paid_until - time.monotonic()) > 0:
+            self.episode.is_slowed = True
+            self.is_over.wait(wait_s)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
@@ -251,6 +275,7 @@ def _answering(box: Box, episode: "_Episode") -> Iterator[None]:
     try:
         yield
     finally:
+        gateway.is_over.set()
         gateway.shutdown()
         thread.join()
 
@@ -259,6 +284,14 @@ class _Asking(BaseHTTPRequestHandler):
     server: _Gateway
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
+
+    def handle_one_request(self) -> None:
+        self.server.pace()
+        began = time.thread_time()
+        try:
+            super().handle_one_request()
+        finally:
+            self.server.spent(time.thread_time() - began)
 
     def do_GET(self) -> None:
         if self._path() == "/models":
@@ -316,7 +349,10 @@ class _Asking(BaseHTTPRequestHandler):
             raise InvalidInput(f"a body needs a Content-Length, of at most {_MOST_BODY_BYTES:,} bytes")
         try:
             with self.server.reads:  # a program has one body at a time in this process' memory
-                found = json.loads(self.rfile.read(int(length)))
+                if len(body := self.rfile.read(int(length))) < int(length):
+                    raise ConnectionAbortedError  # the program has left
+                found = json.loads(body)
+                del body
         except (ValueError, RecursionError) as error:
             raise InvalidInput("the body is no JSON that can be read here") from error
         if is_deep(found if isinstance(found, dict | list) else []):
@@ -324,6 +360,7 @@ class _Asking(BaseHTTPRequestHandler):
         return found
 
     def _refuse(self, status: HTTPStatus, message: str, place: str | None = None, code: str = "invalid_input") -> None:
+        self.server.episode.count_refusal(message)
         if self._path().startswith("/messages"):
             kind = "invalid_request_error" if status < 500 else "api_error"
             told: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": message}}
@@ -377,6 +414,7 @@ class _Episode:
     Attributes:
         places: numbers of the group and of the sample.
         numbers: those of its turns in the store.
+        is_slowed: its questions took more than their share of the host's processor, and had to wait.
         refused: why a question was refused last, if that was for a limit.
         failure: what made an answer impossible, which is not the program's doing.
     """
@@ -387,6 +425,7 @@ class _Episode:
     place: str
     places: tuple[int, int]
     numbers: range
+    is_slowed: bool = False
     refused: EndReason | None = None
     failure: BaseException | None = None
     turns: list[_Turn] = field(default_factory=list)
@@ -395,6 +434,7 @@ class _Episode:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _num_asked: int = 0
     _num_side: int = 0
+    _refusals: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         known = [number for number in self.numbers if number in self.player.known]
@@ -406,6 +446,19 @@ class _Episode:
         stop_if_cancelled()
         if self.failure is not None:
             raise self.failure
+
+    def count_refusal(self, reason: str) -> None:
+        reason = reason[:200]
+        with self._lock:
+            self._refusals[reason if reason in self._refusals or len(self._refusals) < _REASONS else "others"] += 1
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user is told of the program's questions, below what it has printed."""
+        with self._lock:  # a request may still be under way
+            told = [f"{num:,} requests were refused: {reason}" for reason, num in sorted(self._refusals.items())]
+        slowed = "its requests took more than their share of the host's processor, and had to wait"
+        return told + ([slowed] if self.is_slowed else [])
 
     def count(self, asked: ChatRequest) -> int:
         return len(self._prompt(asked).ids)
@@ -517,7 +570,7 @@ def play(player: Player, group: int, member: int, prompt: PromptRow) -> Played:
     first = (group * player.how.group_size + member) * num_turns
     numbers = range(first, first + num_turns)
     writer = player.writer(group, member)
-    with _slot(settings.at_once):
+    with _slot(settings.at_once, player.run_id):
         for tries_left in reversed(range(_TRIES)):
             episode = _Episode(player, writer, agent, prompt.place, (group, member), numbers)
             try:
@@ -535,16 +588,37 @@ def play(player: Player, group: int, member: int, prompt: PromptRow) -> Played:
 
 
 @contextmanager
-def _slot(at_once: int) -> Iterator[None]:
-    """Wait until fewer than `at_once` agents run in this process."""
-    with _slots_lock:
-        slots = _slots.setdefault(at_once, threading.BoundedSemaphore(at_once))
-    while not slots.acquire(timeout=0.2):
-        stop_if_cancelled()
+def _slot(at_once: int, run: str) -> Iterator[None]:
+    """Wait until fewer than `at_once` agents run in this process, and no other run that waits has fewer of them.
+
+    A run that has none gets one more place, so that it need not wait for the long episodes of another.
+    """
+
+    def is_free() -> bool:
+        fewest = min(_slots_held[waiting] for waiting in _slots_wanted)
+        return _slots_held[run] == fewest and _slots_held.total() < at_once + (not _slots_held[run])
+
+    with _slots_changed:
+        _slots_wanted[run] += 1
+        try:
+            while not is_free():
+                stop_if_cancelled()
+                _slots_changed.wait(0.2)
+            _slots_held[run] += 1
+        finally:
+            _forget_one(_slots_wanted, run)
     try:
         yield
     finally:
-        slots.release()
+        with _slots_changed:
+            _forget_one(_slots_held, run)
+            _slots_changed.notify_all()
+
+
+def _forget_one(counts: Counter[str], run: str) -> None:
+    counts[run] -= 1
+    if not counts[run]:
+        del counts[run]
 
 
 def _run(settings: AgentSettings, agent: Agent, task: Task, episode: _Episode) -> _Outcome:
@@ -588,8 +662,15 @@ def _rewarded(box: Box, ran: Ran, output: str) -> _Outcome:
             [reward] = [values["reward"]] if "reward" in values else values.values()
         except (ValueError, AttributeError, RecursionError):
             return outcome(error="reward.json: numbers by name, one of them `reward`, or only one")
-        names = {name: value for name, value in values.items() if name != "reward" and name.isidentifier()}
-        return outcome(reward=reward, metrics=dict(list(names.items())[:32]))
+        names = [name for name in values if name != "reward" and re.fullmatch(METRIC_NAME, name)][:MOST_METRICS]
+        left = [name for name in values if name not in ("reward", *names)]
+        metrics = {name: values[name] for name in names}
+        if left:
+            rule = f"a name has letters, digits and _, at most 64; {MOST_METRICS} are taken"
+            some = ", ".join(map(repr, left[:8])) + ("" if len(left) <= 8 else f" and {len(left) - 8:,} more")
+            output = f"{output}\n{_OF_OURS}metrics of reward.json were left out ({rule}): {some[:500]}".strip()
+            metrics |= {"metrics_left_out": len(left)}
+        return _Outcome(ran, output, reward=reward, metrics=metrics)
     if (text := box.get(f"{_REWARD}.txt", _REWARD_BYTES)) is not None:
         try:
             return outcome(reward=_finite(float(text)))
@@ -643,7 +724,7 @@ def _ended(player: Player, episode: _Episode, outcome: _Outcome) -> Played:
         error=error,
         metrics=metrics,
         num_kept=transcript.num_kept,
-        output=outcome.output,
+        output="\n".join(filter(None, [outcome.output, *(_OF_OURS + note for note in episode.notes)])),
     )
     return transcript.played(course)
 

@@ -57,6 +57,7 @@ _NOT_OURS = "its process answers what ours do not"
 _TRIES = 3  # of an environment whose process is killed from outside
 _TURN: TypeAdapter[tuple[str, Completion]] = TypeAdapter(tuple[str, Completion])
 MOST_REWARD = 1e9  # so that no sum overflows
+METRIC_NAME, MOST_METRICS = r"^[A-Za-z_]\w{0,63}$", 32
 _log = logging.getLogger(__name__)
 
 
@@ -125,8 +126,8 @@ class Said(Frozen):
     observation: str | tuple[dict[str, Any], ...] | None = None
     reward: float | None = Field(default=None, ge=-MOST_REWARD, le=MOST_REWARD)
     done: bool = False
-    metrics: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w{0,63}$")], float] = Field(
-        default_factory=dict, max_length=32
+    metrics: dict[Annotated[str, Field(pattern=METRIC_NAME)], float] = Field(
+        default_factory=dict, max_length=MOST_METRICS
     )
 
 
@@ -344,6 +345,7 @@ class Player:
         model: whose tokenizer and chat template write the conversation.
         sources: how the prompts' rows are read, by the names of a mixture's sources.
         turns: answers of episodes that have not ended; `known`: those that an earlier attempt has drawn.
+        run_id: agents of several runs share the places of a host.
     """
 
     host: HostContext
@@ -356,6 +358,7 @@ class Player:
     sources: Mapping[str, DatasetSource]
     turns: Parts
     known: frozenset[int]
+    run_id: str
 
     def group(
         self, episode: Callable[[int, int, PromptRow], Played], group: int, row: int, prompt: PromptRow

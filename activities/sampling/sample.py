@@ -294,7 +294,7 @@ class SamplerActivities:
                 [turns] = _turns(self._host.store, request)
                 who = opened.client, served.name, request.model
                 writers = [stack.enter_context(closing(ChatPrompts(self._host))) for _ in range(_WRITERS)]
-                player = Player(self._host, writers, *who, how, plan, sources, turns, turns.known())
+                player = Player(self._host, writers, *who, how, plan, sources, turns, turns.known(), request.run_id)
                 episode = player.in_environment if plan.agent is None else partial(agents.play, player)
                 play = partial(player.group, told.counted(episode, 1))
 

@@ -11,6 +11,7 @@ So whoever asks at that socket is this box. Standard library alone within the bo
 import base64
 import fcntl
 import json
+import logging
 import os
 import resource
 import select
@@ -23,6 +24,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -33,6 +35,9 @@ HOME = "/home/agent"
 _UP_S = 60.0  # for a box's start, on a slow machine
 _LOOK_EVERY_S = 0.5
 _MAX_FRAME_BYTES = 64 << 20
+_PRINTED_BYTES = 4096
+_NICENESS = 10  # as of environments
+_MOST_COMPUTING = 4  # tasks of a box at once, before they only get what no other process on the host wants
 _OPEN_FILES = 4096
 _SIOCSIFFLAGS, _UP = 0x8914, 1 | 64
 _DEVICES = ("null", "zero", "full", "random", "urandom")
@@ -44,6 +49,7 @@ _BEYOND = {
     *("socket", "socketpair", "clone", "fork", "vfork", "clone3", "execve", "execveat"),
     *("kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_open", "pidfd_send_signal"),
 }
+_log = logging.getLogger(__name__)
 _DENIED = {name: number for name, number in kernel.DENIED.items() if name not in _BEYOND}
 
 
@@ -103,10 +109,16 @@ class Box:
                 if (refusal := self._ask(opening)["refused"]) is None:
                     self.listening = self._sent_socket()
                     return
+            except BoxLost as lost:
+                refusal = self._end() or str(lost)
+                if not launcher:
+                    raise BoxLost(refusal) from lost
             except BaseException:
                 self._end()
                 raise
             self._end()
+            if launcher:
+                _tell_of_launcher(launcher[0], refusal)
         raise kernel.IsolationRefused(refusal)
 
     def put(self, path: str, content: bytes, *, is_program: bool = False) -> None:
@@ -137,10 +149,16 @@ class Box:
         self.listening.close()
         self._end()
 
-    def _end(self) -> None:
+    def _end(self) -> str:
+        """End its processes. Returns what the first one, or its launcher, has printed: why it does not start."""
         self._control.close()
         self._process.kill()
         self._process.wait()
+        if (printed := self._process.stderr) is None or printed.closed:
+            return ""
+        with printed:
+            os.set_blocking(printed.fileno(), False)  # others may still have it open
+            return (printed.read(_PRINTED_BYTES) or b"").decode(errors="replace").strip()
 
     def _start(self, command: list[str]) -> None:
         self._control, theirs = socket.socketpair()
@@ -150,7 +168,8 @@ class Box:
                 command,
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                bufsize=0,
                 cwd=Path(__file__).parents[2],
                 start_new_session=True,  # a terminal's Ctrl-C is for the host
                 env={"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8"},
@@ -185,6 +204,12 @@ class Box:
         return told
 
 
+@cache
+def _tell_of_launcher(launcher: str, refusal: str) -> None:
+    """Tell the operator, once for each reason."""
+    _log.warning("%s opens no boxes here, so Longshore's own launcher does: %s", launcher, refusal)
+
+
 def _shown(folders: tuple[str, ...]) -> list[str]:
     """Return the folders that a box shows: the system's programs, the host's Python, and those that are named."""
     return sorted({"/usr", os.path.realpath(sys.base_prefix), *map(os.path.realpath, folders)})
@@ -201,8 +226,8 @@ def _path_of(folders: tuple[str, ...]) -> str:
 class _Box:
     """Does what the host asks, each thing in a child that has no rights."""
 
-    def __init__(self, control: socket.socket, opening: dict[str, Any], user: int) -> None:
-        self._control, self._opening, self._user = control, opening, user
+    def __init__(self, control: socket.socket, opening: dict[str, Any], user: int, group: int | None) -> None:
+        self._control, self._opening, self._user, self._group = control, opening, user, group
         self._wakes, wakened = os.pipe()
         for end in (self._wakes, wakened):
             os.set_blocking(end, False)
@@ -253,6 +278,7 @@ class _Box:
                 return {"code": 137, "limit": "time"}
             if _is_over(self._opening["memory_bytes"]):
                 return {"code": 137, "limit": "memory"}
+            _put_crowds_last()
             ready, _, _ = select.select([self._control.fileno(), self._wakes], [], [], _LOOK_EVERY_S)
             if self._wakes in ready:
                 with suppress(BlockingIOError):
@@ -273,6 +299,10 @@ class _Box:
         for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGPIPE):
             signal.signal(number, signal.SIG_DFL)
         os.setsid()
+        kernel.lower_priority(0, _NICENESS)
+        if self._group is not None:
+            with suppress(OSError):
+                os.write(self._group, b"0")
         self._give_up_rights()
         for folder in (Path(asked["folder"]), Path(asked["output"]).parent):
             folder.mkdir(parents=True, exist_ok=True)
@@ -344,6 +374,21 @@ def _is_over(memory_bytes: int) -> bool:
     return sum(map(_own_bytes, others)) > memory_bytes  # takes longer, and counts what forks share once
 
 
+def _put_crowds_last() -> None:
+    """If many tasks compute, let them only have what no other process wants: a share would be for each of them."""
+    tasks = [task for task in Path("/proc").glob("[0-9]*/task/*") if task.parts[2] != "1"]
+    computing = [task for task in tasks if len(tasks) > _MOST_COMPUTING and _is_computing(task)]
+    for task in computing if len(computing) > _MOST_COMPUTING else ():
+        with suppress(OSError):
+            os.sched_setscheduler(int(task.name), os.SCHED_IDLE, os.sched_param(0))
+
+
+def _is_computing(task: Path) -> bool:
+    with suppress(OSError):
+        return (task / "stat").read_text().rpartition(") ")[2].startswith("R")
+    return False
+
+
 def _resident_bytes(process: Path) -> int:
     with suppress(OSError):
         _, resident, shared, *_ = (process / "statm").read_text().split()
@@ -406,7 +451,9 @@ def _listening() -> socket.socket:
 def _serve(isolation: str) -> NoReturn:
     control = socket.socket(fileno=os.dup(0))
     opening = json.loads(kernel.read_frame(control.fileno()))
-    user = _FIRST_USER + os.getpid()
+    user, group = _FIRST_USER + os.getpid(), kernel.box_group()
+    with suppress(OSError):  # on systems without it
+        Path("/proc/self/oom_score_adj").write_text("1000")  # ends before what is the host's, if memory runs out
     try:
         if isolation == "own":
             kernel.enter_namespaces()
@@ -419,7 +466,7 @@ def _serve(isolation: str) -> NoReturn:
     kernel.write_frame(control.fileno(), json.dumps({"refused": None}).encode())
     socket.send_fds(control, [b"s"], [listening.fileno()])
     listening.close()
-    _Box(control, opening, user).serve()
+    _Box(control, opening, user, group).serve()
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from pydantic import TypeAdapter
 
 from activities.heartbeats import LOOK_EVERY_S, stop_if_cancelled
 from activities.sandbox.child import MESSAGE_BYTES, ask_code, is_child, told, types_of
-from activities.sandbox.kernel import TMP_BYTES, launchers, read_frame, write_frame
+from activities.sandbox.kernel import TMP_BYTES, launchers, lower_priority, read_frame, write_frame
 from shared import errors
 from shared.child_environment import Kind as ChildKind
 from shared.child_environment import child_environment
@@ -145,7 +145,8 @@ class Server:
                 start_new_session=True,  # a terminal's Ctrl-C is for the host
                 env=child_environment(self.kind) | self.added,
             )
-        os.setpriority(os.PRIO_PROCESS, self._process.pid, self.niceness)
+        if self.niceness:
+            lower_priority(self._process.pid, self.niceness)
         self._control.settimeout(_START_S)
         told = self._control.recv(MESSAGE_BYTES)
         self._control.settimeout(None)

@@ -243,7 +243,7 @@ def _program(data: int, output: list[int]) -> NoReturn:
     except EOFError:  # the caller has gone
         os._exit(0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.setsid()
+    kernel.begin_session()
     os.chdir(asked["cwd"])
     become(asked["command"], asked["environment"], tell)
 

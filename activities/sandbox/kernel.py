@@ -376,6 +376,50 @@ def filter_calls(denied: _Numbers, threads: bool, programs: bool = False) -> Non
     libc_result(libc.prctl(PR_SET_SECCOMP, 2, ctypes.byref(program), 0, 0), "seccomp")
 
 
+# --- Priorities: what untrusted programs compute waits for what others do ---
+
+
+def lower_priority(leader: int, niceness: int) -> None:
+    """Lower the priority of a session's processes, and of all that they start. `leader`: its first one; 0: this one.
+
+    It does not become higher than this process's, which an operator may have lowered.
+    """
+    niceness = max(niceness, os.getpriority(os.PRIO_PROCESS, 0))
+    os.setpriority(os.PRIO_PGRP, leader, niceness)
+    # Outside of services and containers, kernels with autogroups share processors among sessions first.
+    with suppress(OSError):
+        Path("/proc", str(leader or "self"), "autogroup").write_text(str(niceness))
+
+
+def begin_session() -> None:
+    """Lead a new session, with the priority of the one before."""
+    autogroup = Path("/proc/self/autogroup")  # as in `lower_priority`
+    niceness = autogroup.read_text().split()[-1] if autogroup.exists() else None
+    os.setsid()
+    if niceness is not None:
+        with suppress(OSError):
+            autogroup.write_text(niceness)
+
+
+def box_group() -> int | None:
+    """Open the list of the processes of a control group that has half a session's share of processors.
+
+    A program may begin any number of sessions, and raise their priority. So if this host is root, and in the kernel's
+    first group, where sessions count, its programs go into a group of their own. None: there can be none, or need not.
+    """
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            group = Path("/sys/fs/cgroup", controllers, "longshore-boxes")  # the second version names no controllers
+            if path == "/" and "cpu" in (controllers or "cpu").split(",") and (group.parent / "cpu.stat").exists():
+                group.mkdir(exist_ok=True)
+                name, share = ("cpu.shares", "512") if controllers else ("cpu.weight", "50")
+                with (group / name).open("r+") as file:
+                    file.write(share)
+                return os.open(group / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
+    return None
+
+
 # --- Frames between our processes: eight bytes of length, then this many bytes ---
 
 _HEAD_BYTES = 8

@@ -203,12 +203,17 @@ _LOOK_EVERY_S = 0.1
 
 @dataclass
 class Disturber:
-    """Disturbs a stack until it is told that all is over, or as often as was asked for. `told` counts what happened."""
+    """Disturbs a stack until it is told that all is over, or as often as was asked for. `told` counts what happened.
+
+    `free`: those of the `kinds` whose loss is no run's, so that there may be any number of them in a row.
+    """
 
     stack: Stack
     chance: random.Random
     most: int
     everything_at: int | None = None
+    kinds: tuple[Victim, ...] = KINDS
+    free: tuple[Victim, ...] = ()
     told: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -224,19 +229,19 @@ class Disturber:
             if in_a_row >= self.chance.randint(1, _AT_MOST_IN_A_ROW):
                 time.sleep(_LOOK_EVERY_S)
                 continue
-            self._act()
-            in_a_row += 1
+            in_a_row += self._act()
 
-    def _act(self) -> None:
+    def _act(self) -> bool:
+        """Disturb something. Returns False if that is no run's loss."""
         if self.everything_at == self.told.total() or (
             self.everything_at is None and self.chance.random() < _SHARE_EVERYTHING
         ):
             self._tell(f"killed {EVERYTHING}")
             lose_power(self.stack)
-            return
-        there = {kind.__name__: found for kind in KINDS if (found := kind(self.stack))}
+            return True
+        there = {kind.__name__: found for kind in self.kinds if (found := kind(self.stack))}
         if not there:
-            return
+            return False
         name = self.chance.choice(sorted(there))
         if self.chance.random() < _SHARE_STOPPED:
             self._tell(f"stopped {name}")
@@ -246,6 +251,7 @@ class Disturber:
         else:
             self._tell(f"killed {name}")
             signal_all(there[name], signal.SIGKILL)
+        return name not in {kind.__name__ for kind in self.free}
 
     def _tell(self, what: str) -> None:
         self.told[what] += 1

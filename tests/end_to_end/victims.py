@@ -50,13 +50,21 @@ def sampler_host(stack: Stack) -> list[psutil.Process]:
 
 def sandboxes(stack: Stack) -> list[psutil.Process]:
     """The processes in which sampler hosts run what users wrote."""
-    servers = [
-        each
-        for host in sampler_host(stack)
-        for each in host.children()
-        if "activities.sandbox.child" in " ".join(_command(each))
-    ]
+    servers = _children_of_sampler_hosts(stack, "activities.sandbox.child")
     return [child for server in servers for child in server.children(recursive=True)]
+
+
+def a_box(stack: Stack) -> list[psutil.Process]:
+    """The first process of the oldest box in which an agent works."""
+    return _children_of_sampler_hosts(stack, "activities.sandbox.box")[:1]
+
+
+def _children_of_sampler_hosts(stack: Stack, module: str) -> list[psutil.Process]:
+    try:
+        children = [each for host in sampler_host(stack) for each in host.children()]
+    except psutil.NoSuchProcess:
+        return []
+    return sorted((each for each in children if module in _command(each)), key=lambda each: each.pid)
 
 
 def control_host(stack: Stack) -> list[psutil.Process]:

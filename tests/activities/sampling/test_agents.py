@@ -2,7 +2,14 @@
 
 import dataclasses
 import json
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +17,7 @@ import pytest
 from temporalio.testing import ActivityEnvironment
 
 from activities.host_context import HostContext
-from activities.sampling.agents import CheckEnvironment, CheckEnvironmentRequest
+from activities.sampling.agents import CheckEnvironment, CheckEnvironmentRequest, _Episode, _Gateway, _slot
 from activities.sampling.completions import SampledGroup
 from activities.sampling.sample import Sampled
 from activities.sandbox.box import Box, BoxLimits, BoxLost
@@ -32,9 +39,11 @@ from tests.activities.sampling.conftest import (
 )
 from tests.activities.sampling.conftest import settings_of as plain_settings
 from tests.activities.sampling.test_environments import drawn_of, grouped, talker
+from tests.waiting import wait_until
 
 __all__ = ["talker"]
 
+REPOSITORY = Path(__file__).parents[3]
 TURNS = 6
 ASKS = """
 import json, os, sys, time, urllib.request
@@ -162,15 +171,19 @@ os.makedirs("/logs/verifier", exist_ok=True)
 json.dump({{"reward": 1, "kinds": len(told)}}, open("/logs/verifier/reward.json", "w"))
 sys.exit(3)
 """
-    tests = {"test.sh": """echo '{"reward": 0.5, "calls": 7}' > /logs/verifier/reward.json"""}
+    tests = {"test.sh": """echo '{"reward": 0.5, "calls": 7, "c-d": 1}' > /logs/verifier/reward.json"""}
     place = with_rows(talker, tmp_path, {"files": {"/app/agent.py": agent}, "tests": tests, "folder": "/app"})
     settings = settings_of(tmp_path, place)
     found = played(settings, place)
     [group] = groups_in(settings, found)
     for course in courses(group):
         assert course.end == "turn_limit" and course.num_turns == TURNS
-        assert course.reward == 0.5 and course.metrics == {"calls": 7.0}, "what the program left itself does not count"
-        assert json.loads(course.output) == {
+        assert course.reward == 0.5, "what the program left itself does not count"
+        assert course.metrics == {"calls": 7.0, "metrics_left_out": 1.0}
+        printed, *told = course.output.splitlines()
+        assert f"longshore: 5 requests were refused: this episode has had its {TURNS} turns" in told
+        assert any("metrics of reward.json were left out" in line and line.endswith("'c-d'") for line in told), told
+        assert json.loads(printed) == {
             "one answer": True,
             "kinds": ["message", "response", "small", 404],
             "count": True,
@@ -281,6 +294,114 @@ tried("forks", forks)
             box.run("true", {}, "/work", "/logs/5.txt", 60.0)
     finally:
         box.close()
+
+
+def test_what_a_program_computes_or_asks_leaves_processors_to_others() -> None:
+    box = Box(BoxLimits(memory_bytes=256 << 20, disk_bytes=16 << 20, processes=40))
+    episode = _Episode.__new__(_Episode)  # what a gateway notes
+    episode.is_slowed = False
+    with closing(box):
+        assert box.run("ps -o ni= $$", {}, "/work", "/logs/nice.txt", 60.0).code == 0
+        assert (box.get("/logs/nice.txt", 64) or b"").decode().strip() == "10"
+        crowd = "for n in 1 2 3 4 5 6 7 8; do (while :; do :; done) & done\n"
+        crowd += "until test $(ps -eo cls= | grep -c IDL) -ge 8; do sleep 0.2; done"
+        assert box.run(crowd, {}, "/work", "/logs/crowd.txt", 300.0).code == 0, "they get what nobody else wants"
+        gateway = _Gateway(box, episode)
+        gateway.spent(1.0)
+        gateway.pace()
+        assert not episode.is_slowed, "a program may need much at first"
+        gateway.spent(1000.0)
+        waits = threading.Thread(target=gateway.pace)
+        waits.start()
+        wait_until(lambda: episode.is_slowed, "it has to wait")
+        assert waits.is_alive()
+        gateway.is_over.set()
+        waits.join(60)
+        assert not waits.is_alive(), "until its box is closed"
+
+
+def test_runs_share_a_hosts_places() -> None:
+    """A free place goes to the run with the fewest agents; one that has none needs not wait for others to end."""
+    under_way, threads = list[tuple[str, threading.Event]](), list[threading.Thread]()
+
+    def play(run: str) -> None:
+        with _slot(4, run):
+            under_way.append((run, ends := threading.Event()))
+            ends.wait(300)
+
+    def begin(run: str, num: int, until: list[str]) -> None:
+        threads.extend(threading.Thread(target=play, args=(run,)) for _ in range(num))
+        for each in threads[-num:]:
+            each.start()
+        shown(until)
+
+    def end(run: str, until: list[str]) -> None:
+        one = next(each for each in under_way if each[0] == run)
+        under_way.remove(one)
+        one[1].set()
+        shown(until)
+
+    def shown(runs: list[str]) -> None:
+        wait_until(lambda: [run for run, _ in under_way] == runs, f"{runs} are under way", 60)
+        time.sleep(0.3)  # and no others
+        assert [run for run, _ in under_way] == runs
+
+    begin("a", 24, ["a"] * 4)
+    begin("b", 3, ["a"] * 4 + ["b"])
+    end("a", ["a"] * 3 + ["b"])
+    end("a", ["a"] * 2 + ["b"] * 2)
+    for _ in range(25):
+        wait_until(lambda: under_way, "the next one", 60)
+        under_way.pop()[1].set()
+    for each in threads:
+        each.join(60)
+        assert not each.is_alive()
+
+
+ORDINARY = """
+import logging
+from activities.sandbox.box import Box, BoxLimits
+from activities.sandbox.kernel import IsolationRefused
+logging.basicConfig(format="%(message)s")
+for number in range(2):
+    try:
+        box = Box(BoxLimits(256 << 20, 16 << 20, 40))
+    except IsolationRefused as refused:
+        print("refused", refused)
+        break
+    print(box.run("id -u", {}, "/work", "/logs/out.txt", 60.0).code)
+    box.close()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_bubblewrap_that_does_not_start_is_told_and_not_needed(tmp_path: Path) -> None:
+    python = shutil.which("python3", path="/usr/bin:/usr/local/bin")
+    if python is None:
+        pytest.skip("needs a Python that others may run")
+    folder = Path(tempfile.mkdtemp())
+    try:
+        folder.chmod(0o755)
+        (folder / "activities/sandbox").mkdir(parents=True)
+        for name in ("box.py", "kernel.py"):
+            shutil.copy(REPOSITORY / "activities/sandbox" / name, folder / "activities/sandbox" / name)
+        (folder / "bin").mkdir()
+        fails = "#!/bin/sh\necho 'bwrap: setting up uid map: Permission denied' >&2; exit 1"
+        (folder / "bin" / "bwrap").write_text(fails)
+        (folder / "bin" / "bwrap").chmod(0o755)
+        done = subprocess.run(
+            [python, "-c", ORDINARY],
+            **{"user": 12345, "group": 12345, "extra_groups": [], "cwd": folder},
+            env={"PATH": f"{folder}/bin:/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"},
+            **{"capture_output": True, "text": True, "timeout": 300},
+        )
+    finally:
+        shutil.rmtree(folder)
+    if done.stdout.startswith("refused"):
+        pytest.skip(f"ordinary users get no namespaces here: {done.stdout}")
+    assert done.stdout.split() == ["0", "0"], done
+    told = "bwrap opens no boxes here, so Longshore's own launcher does: bwrap: setting up uid map: Permission denied"
+    assert done.stderr.count(told) == 1, done.stderr
 
 
 def harbor_task(folder: Path, dockerfile: str, **others: str) -> Path:
