@@ -105,7 +105,9 @@ class Rollouts(Frozen):
         None, description="plays an episode of several turns with the policy, for each sample (docs/agents.md)"
     )
     agent: Agent | None = added(
-        None, description="a program that asks the policy by itself, in a sandbox, for each sample (docs/agents.md)"
+        None,
+        description="a program that asks the policy by itself, in a sandbox or at a server, for each sample "
+        "(docs/agents.md)",
     )
     prompts_per_step: int = Field(default=32, ge=1, le=65_536, description="groups per step")
     group_size: int = Field(default=8, ge=1, le=1024, description="samples of each prompt")

@@ -161,7 +161,7 @@ LINES_OF_ROOMS = {
     "activities/hosts": 2_950,
     "activities/models": 1_020,
     "activities/publishing": 920,
-    "activities/sampling": 4_130,  # with agents of runs, and prompts that are carried over
+    "activities/sampling": 4_500,  # with agents of runs, also at env servers, and prompts that are carried over
     "activities/sandbox": 1_840,  # with the boxes of agents
     "activities/sources": 1_240,
     "activities/tokenizing": 3_040,

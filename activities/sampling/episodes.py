@@ -57,6 +57,7 @@ _NOT_OURS = "its process answers what ours do not"
 _TRIES = 3  # of an environment whose process is killed from outside
 _TURN: TypeAdapter[tuple[str, Completion]] = TypeAdapter(tuple[str, Completion])
 MOST_REWARD = 1e9  # so that no sum overflows
+METRIC_NAME, MOST_METRICS = r"^[A-Za-z_]\w{0,63}$", 32
 _log = logging.getLogger(__name__)
 
 
@@ -125,8 +126,8 @@ class Said(Frozen):
     observation: str | tuple[dict[str, Any], ...] | None = None
     reward: float | None = Field(default=None, ge=-MOST_REWARD, le=MOST_REWARD)
     done: bool = False
-    metrics: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w{0,63}$")], float] = Field(
-        default_factory=dict, max_length=32
+    metrics: dict[Annotated[str, Field(pattern=METRIC_NAME)], float] = Field(
+        default_factory=dict, max_length=MOST_METRICS
     )
 
 
