@@ -665,9 +665,10 @@ def _run_at_server(settings: Settings, name: str, task_data: Mapping[str, Any], 
     episode.check()
     if told.trace is not None:  # without those of other seats, and of attempts that the server gave up
         episode.turns = [turn for turn in episode.turns if told.trace in turn.sessions]
+    end = episode.refused if told.end == "completed" and episode.refused is not None else told.end
     if told.is_refused and episode.refused is not None:  # the policy's doing, and nothing was earned
         return _Outcome(Ran(0), told.error or "", 0.0, told.metrics, end=episode.refused)
-    return _Outcome(Ran(0), "", told.reward, told.metrics, told.error, told.end)
+    return _Outcome(Ran(0), "", told.reward, told.metrics, told.error, end)
 
 
 def _told_by_server(settings: Settings, name: str, task_data: Mapping[str, Any], episode: _Episode | _Knock) -> Verdict:

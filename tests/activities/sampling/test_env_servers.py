@@ -359,6 +359,20 @@ def test_only_the_agent_that_learns_is_trained(talker: Place, tmp_path: Path) ->
         ask({"client": {"base_url": urls[0]}})
 
 
+def test_an_agent_that_ends_as_its_conversation_is_too_long_is_scored(talker: Place, tmp_path: Path) -> None:
+    place = with_rows(talker, tmp_path, {"task_data": {}})
+
+    def behave(run: dict[str, Any], send: Callable[[bytes, bytes], None]) -> None:
+        assert ask(run) == 200 and ask(run, "crate " * 500) == 400
+        send(b"delta", told())
+        send(b"reply", reply("t"))
+
+    with misbehaving(tmp_path, behave) as (address, _):
+        settings = known(tmp_path, place, address)
+        course = only_course(settings, episodes(settings, place))
+    assert (course.end, course.reward, course.num_turns) == ("context_limit", 3.0, 1)
+
+
 def test_a_silent_server_is_given_up(talker: Place, tmp_path: Path) -> None:
     place = with_rows(talker, tmp_path, {"task_data": {}})
     with misbehaving(tmp_path, lambda run, _: ask(run) and None) as (address, called):
