@@ -1,21 +1,24 @@
 """Whether an agent of several turns learns: what it earns by step, for several seeds, beside shuffled rewards.
 
-    python -m benchmarks.agent_learning [--seeds 0 1] [--steps 12] [--program]
+    python -m benchmarks.agent_learning [--seeds 0 1] [--steps 12] [--program | --server]
 
 Starts `longshore dev` in a temporary folder, trains the demonstration's model and adapter for sums
 (examples/arithmetic.py), and then runs examples/agent.py from that adapter. Its agent asks for a sum, says whether it
 is right, and asks up to twice more. A question that is answered rightly at once earns 1, later 2/3 and 1/3. Each seed
 also runs with rewards that are shuffled within their groups, which must not learn. Counts the turns that kept the ids
 of the turns before them. With `--program` a run starts examples/program.py, the same agent, for each sample, in a box.
-Prints JSON.
+With `--server` an env server of verifiers plays them, by the task set benchmarks/sums_set.py. Prints JSON.
 """
 
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,16 +40,22 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--program", action="store_true")
+    parser.add_argument("--server", action="store_true")
     parser.add_argument("--tasks-per-step", type=int, default=32)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, Stack.started(Path(folder) / "stack") as stack:
+    with ExitStack() as entered:
+        folder = entered.enter_context(tempfile.TemporaryDirectory())
+        if options.server:
+            os.environ["LONGSHORE_AGENTS__SERVERS"] = json.dumps({"sums": f"ipc://{folder}/server"})
+            entered.enter_context(_env_server(folder))
+        stack = entered.enter_context(Stack.started(Path(folder) / "stack"))
         given = _prepared(stack, Path(folder))
-        learn = _in_a_run if options.program else _at_addresses
+        learn = _in_a_run if options.program else _at_a_server if options.server else _at_addresses
         sizes = options.steps, options.tasks_per_step
         whats = [(seed, shuffled) for seed in options.seeds for shuffled in (False, True)]
         runs = [_told(learn(stack, given, *sizes, *what), *what) for what in whats]
-        turns = {} if options.program else _turns(stack)
+        turns = {} if options.program or options.server else _turns(stack)
     what = f"mean reward of the first and last {_MEAN_OF} of {options.steps} steps"
     tell({"what": what, "runs": runs, **turns, **provenance()}, options.out)
 
@@ -91,13 +100,57 @@ def _at_addresses(
 def _in_a_run(stack: Stack, given: _Given, steps: int, tasks_per_step: int, seed: int, shuffled: bool) -> list[float]:
     """Return the rewards of each step of a run that starts examples/program.py for each sample."""
     program = (_AGENT.parent / "program.py").read_text()
+
+    def own(question: str, answer: str) -> dict[str, Any]:
+        return {"variables": {"ANSWER": answer}, "files": {"program.py": program}}
+
+    return _of_a_run(stack, given, ("--agent", "python3 program.py"), own, steps, tasks_per_step, seed, shuffled)
+
+
+def _at_a_server(
+    stack: Stack, given: _Given, steps: int, tasks_per_step: int, seed: int, shuffled: bool
+) -> list[float]:
+    """Return the rewards of each step of a run whose episodes an env server plays."""
+
+    def own(question: str, answer: str) -> dict[str, Any]:
+        return {"task_data": {"prompt": question, "answer": answer}}
+
+    return _of_a_run(stack, given, ("--agent-server", "sums"), own, steps, tasks_per_step, seed, shuffled)
+
+
+@contextmanager
+def _env_server(folder: str) -> Iterator[None]:
+    """Serve the sums, with the verifiers that the tests have."""
+    shutil.copy(Path(__file__).with_name("sums_set.py"), folder)  # as modules beside it are named as Python's own
+    path = os.pathsep.join([str(_AGENT.parents[1] / ".venv" / "clients" / "verifiers"), folder])
+    own = json.dumps({"agent": {"harness": {"id": "sums_set"}}})
+    command = [sys.executable, "-P", str(_AGENT.with_name("verifiers_server.py")), "serve", "sums_set", "--env", own]
+    environment = {**os.environ, "PYTHONPATH": path, "HOME": folder}
+    server = subprocess.Popen([*command, "--address", f"ipc://{folder}/server"], env=environment)
+    try:
+        yield
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def _of_a_run(
+    stack: Stack,
+    given: _Given,
+    agent: tuple[str, str],
+    own: Callable[[str, str], dict[str, Any]],
+    steps: int,
+    tasks_per_step: int,
+    seed: int,
+    shuffled: bool,
+) -> list[float]:
     rows = given.questions.with_name("rows.jsonl")
     with rows.open("w") as file:
         for row in map(json.loads, given.questions.read_text().splitlines()):
-            own = {"variables": {"ANSWER": row["answer"]}, "files": {"program.py": program}}
-            file.write(json.dumps({"prompt": row["messages"][-1]["content"], **own}) + "\n")
+            question = row["messages"][-1]["content"]
+            file.write(json.dumps({"prompt": question, **own(question, row["answer"])}) + "\n")
     options = ["--model", given.model, "--initial-adapter", given.adapter, "--prompts", str(rows), "--seed", str(seed)]
-    options += ["--agent", "python3 program.py", "--steps", str(steps), "--prompts-per-step", str(tasks_per_step)]
+    options += [*agent, "--steps", str(steps), "--prompts-per-step", str(tasks_per_step)]
     options += ["--group-size", "8", "--mini-batches", "8", "--max-tokens", "96", "--max-completion-tokens", "8"]
     options += ["--algorithm", "dr_grpo", "--lr", "1e-4", "--lora-rank", "16", "--lora-alpha", "32"]
     ended = stack.run("submit", "rl", *options, *(["--shuffle-rewards"] if shuffled else []), "--wait", "--json")

@@ -438,7 +438,9 @@ class GradedSamples(Frozen):
         None, description="plays an episode of several turns with the policy, for each sample (docs/agents.md)"
     )
     agent: Agent | None = added(
-        None, description="a program that asks the policy by itself, in a sandbox, for each sample (docs/agents.md)"
+        None,
+        description="a program that asks the policy by itself, in a sandbox or at a server, for each sample "
+        "(docs/agents.md)",
     )
     max_completion_tokens: int = Field(default=256, ge=1, le=1_048_575, description="longest sample")
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(

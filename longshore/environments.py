@@ -1,9 +1,9 @@
 """Environments and agents: a policy plays episodes of several turns. What users write, and how an episode ends."""
 
 import re
-from typing import Any, Literal, NotRequired, Protocol, TypedDict, get_args
+from typing import Any, Literal, NotRequired, Protocol, Self, TypedDict, get_args
 
-from pydantic import Field, JsonValue, field_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from longshore.fields import Frozen, added
 from longshore.grading import sane_source
@@ -67,12 +67,23 @@ class PythonEnvironment(Frozen):
 class Agent(Frozen):
     """A program that asks the policy by itself, as OpenAI's or Anthropic's API, in a box for each sample.
 
+    Or a server of the installation's that plays episodes so.
+
     A row of the prompts may have `files`, which are put into `folder` before, and `tests`, which are put into /tests
     when the agent has ended: texts, or `{"base64": ...}`, by their paths. The reward is what the verifier leaves in
     /logs/verifier/reward.txt or reward.json, as in Harbor's tasks.
+
+    For a server, a row has `task_data`, a task of its task set, whose reward counts.
     """
 
-    command: str = Field(description='a shell\'s command line, such as codex exec "$PROMPT" (docs/agents.md)')
+    command: str | None = Field(
+        default=None, description='a shell\'s command line, such as codex exec "$PROMPT" (docs/agents.md)'
+    )
+    server: str | None = added(
+        None,
+        pattern=r"^[\w.-]{1,64}$",
+        description="instead of a command: the name of an env server of verifiers, of those that the operator names",
+    )
     verifier: str | None = Field(
         default=None, description="a command line that writes the reward; if absent, bash /tests/test.sh of the row"
     )
@@ -89,6 +100,15 @@ class Agent(Frozen):
         if command is not None and ("\0" in sane_source(command) or not command.strip()):
             raise ValueError("a command line is a text without null characters, and is not empty")
         return command
+
+    @model_validator(mode="after")
+    def _plays_in_one_way(self) -> Self:
+        if (self.command is None) == (self.server is None):
+            raise ValueError("give exactly one of command and server")
+        for name in ("verifier", "folder"):
+            if self.server is not None and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name}: the server's task set has its own: drop it")
+        return self
 
 
 _URLS = {"OPENAI_BASE_URL": "/v1", "OPENAI_API_BASE": "/v1", "ANTHROPIC_BASE_URL": ""}
@@ -122,8 +142,9 @@ EndReason = Literal[
 - step_limit: a step took more time or memory, or returned more, than it may. The state before it is scored.
 - time_limit: the agent took more than `time_s`.
 - agent_failed: the agent ended with an error, or took too much memory.
-- environment_broke: the environment raised an error, or returned what it must not. Its whole group is not trained.
-- verifier_broke: the verifier left no reward. Its whole group is not trained.
+- environment_broke: the environment raised an error, or returned what it must not, or its server failed. Its whole
+  group is not trained.
+- verifier_broke: the verifier, or the task set, left no reward. Its whole group is not trained.
 """
 BROKEN: tuple[EndReason, ...] = ("environment_broke", "verifier_broke")
 """The reasons that the policy cannot have caused."""

@@ -157,6 +157,14 @@ class AgentSettings(BaseModel):
     disk_bytes: int = Field(default=512 << 20, ge=16 << 20, description="of its files, which are in memory")
     processes: int = Field(default=256, ge=8, description="that it has at once, threads included")
     at_once: int = Field(default=8, ge=1, description="agents at once on a host; a run that has none gets one more")
+    servers: dict[str, Annotated[str, Field(pattern=r"^(tcp://[^/\s]+:\d+|ipc://\S+)$")]] = Field(
+        default={},
+        description="addresses (tcp://127.0.0.1:5000) of env servers of verifiers, by the names that runs give in "
+        "rollouts.agent.server",
+    )
+    server_wait_s: float = Field(
+        default=600.0, gt=0, description="how long such a server may be away, and be silent beside an episode's time"
+    )
 
 
 class ConfinedSettings(BaseModel):

@@ -161,7 +161,7 @@ LINES_OF_ROOMS = {
     "activities/hosts": 2_950,
     "activities/models": 1_020,
     "activities/publishing": 920,
-    "activities/sampling": 4_190,  # with agents of runs and what they may ask of a host, and prompts carried over
+    "activities/sampling": 4_500,  # with agents of runs, also at env servers, and prompts that are carried over
     "activities/sandbox": 1_920,  # with the boxes of agents, and their priority
     "activities/sources": 1_240,
     "activities/tokenizing": 3_040,

@@ -1,6 +1,7 @@
-"""Plays episodes whose agent is a user's program. It asks the policy by itself, from a box.
+"""Plays episodes whose agent is a user's program. It asks the policy by itself, from a box, or from an env server.
 
-The host answers on the loopback of the box, as OpenAI's and Anthropic's APIs do (`_Gateway`). The ids that were drawn
+The host answers on the loopback of the box, as OpenAI's and Anthropic's APIs do (`_Gateway`). A server asks at a secret
+path below a port of the host (activities/sampling/env_servers.py). The ids that were drawn
 are trained. Each answer is in the store before the program sees it. After a kill the program is started afresh, and
 gets the recorded answers to the questions that it asks again; from its first other question on it is another episode.
 The same question has one answer, which its digest and the run's seed determine.
@@ -8,12 +9,15 @@ The same question has one answer, which its digest and the run's seed determine.
 
 import base64
 import binascii
+import hmac
 import json
 import logging
 import math
 import os
 import re
+import secrets
 import shlex
+import socket
 import threading
 import time
 from collections import Counter
@@ -25,7 +29,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, NoReturn
 
 from activities.formats.dataset import question_of
 from activities.formats.rows import Row, is_deep
@@ -33,6 +37,7 @@ from activities.heartbeats import on_thread, pause, stop_if_cancelled
 from activities.host_context import OnHost
 from activities.sampling.client import Completion
 from activities.sampling.completions import sample_seed
+from activities.sampling.env_servers import EnvServer, Verdict
 from activities.sampling.episodes import (
     METRIC_NAME,
     MOST_METRICS,
@@ -62,7 +67,7 @@ from shared.chat.streams import EventStream, StreamStart
 from shared.chat.trajectories import AnswerRecord
 from shared.errors import InvalidInput, LongshoreError, SamplerUnavailable
 from shared.field_rules import refused_in_words
-from shared.settings import AgentSettings
+from shared.settings import AgentSettings, Settings
 
 MODEL = "policy"
 """The policy's name in a box. Questions for other models are answered, and not trained."""
@@ -71,8 +76,9 @@ _MOST_BODY_BYTES = 8 << 20
 _CONNECTIONS = 32  # of one program at once; each has a thread
 _SHARE, _AHEAD_S = 0.1, 10.0  # of a processor of the host that a program's questions may take, and how far ahead of it
 _CONNECTION_S = 0.0005  # processor time of a connection, beside that of its thread
+_IDLE_S = 300.0  # of a connection from outside a box
 _SIDE_TURNS = 4  # side questions for each counted one that an episode may have
-_TRIES = 3  # of a box that is lost, or of a program that asks nothing
+_TRIES, _AGAIN_S = 3, 1.0  # of a box that is lost, of a program that asks nothing, or of a server that fails
 _FILES, _FILES_BYTES = 1024, 32 << 20  # most files of a row, and their bytes
 _REASONS = 8  # for refusals of one program that are shown
 _OUTPUT_BYTES = 4096  # of a program's output that are shown
@@ -134,21 +140,31 @@ class Task:
             place=prompt.place,
             variables=variables,
             setup=setup,
-            time_s=_time_s(prompt, "time_s", agent.time_s),
-            verifier_time_s=_time_s(prompt, "verifier_time_s", agent.verifier_time_s),
+            time_s=_time_s(prompt.item, "time_s", agent.time_s, prompt.place),
+            verifier_time_s=_time_s(prompt.item, "verifier_time_s", agent.verifier_time_s, prompt.place),
             verifier=agent.verifier or ("bash /tests/test.sh" if has_script else None),
             files=_contents(prompt, "files", folder),
             tests=tests | {"/tests/row.json": json.dumps(prompt.item, ensure_ascii=False).encode()},
         )
 
 
-def _time_s(prompt: PromptRow, name: str, most: float) -> float:
+def _task_data(prompt: PromptRow, agent: Agent) -> dict[str, Any]:
+    """Return the task of a row for an env server, with the run's limits. Raises InvalidInput: names the field."""
+    data = prompt.item.get("task_data")
+    if not isinstance(data, dict) or not isinstance(stages := data.get("timeout") or {}, dict):
+        rule = "task_data: a task of the server's task set (examples/verifiers_server.py writes such rows)"
+        raise InvalidInput(rule, prompt.place)
+    most = {"agent": agent.time_s, "scoring": agent.verifier_time_s}
+    return data | {"timeout": stages | {name: _time_s(stages, name, most[name], prompt.place) for name in most}}
+
+
+def _time_s(limits: Mapping[str, Any], name: str, most: float, place: str) -> float:
     """Return the seconds that a row allows, at most the run's."""
-    given = prompt.item.get(name)
+    given = limits.get(name)
     if given is None:
         return most
     if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < math.inf:
-        raise InvalidInput(f"{name}: seconds above 0", prompt.place)
+        raise InvalidInput(f"{name}: seconds above 0", place)
     return min(given, most)
 
 
@@ -208,6 +224,7 @@ def _put(box: Box, files: Mapping[str, bytes]) -> None:
 
 def check_agent(settings: AgentSettings, agent: Agent, prompt: PromptRow, source: DatasetSource) -> None:
     """Open a box for the first row, and look for the program. Raises InvalidInput: there is none, or no box."""
+    assert agent.command is not None
     task = Task.of(prompt, source, agent)
     with _opened(settings, task, stop_if_cancelled) as box:
         try:
@@ -225,26 +242,32 @@ def check_agent(settings: AgentSettings, agent: Agent, prompt: PromptRow, source
 
 
 class _Gateway(ThreadingHTTPServer):
-    """Answers the connections of one box. `ask` and `count` are the episode's."""
+    """Answers the connections of one episode, whose `ask` and `count` it calls.
+
+    `prefix`: what paths begin with; others are not found.
+    """
 
     daemon_threads = True
 
-    def __init__(self, box: Box, episode: "_Episode") -> None:
-        super().__init__(("127.0.0.1", PORT), _Asking, bind_and_activate=False)
+    def __init__(self, listening: socket.socket, episode: "_Episode | _Knock", prefix: str = "") -> None:
+        super().__init__(listening.getsockname()[:2], _Asking, bind_and_activate=False)
         self.socket.close()
-        self.socket = box.listening
-        self.episode = episode
+        self.socket = listening
+        self.episode, self.prefix = episode, prefix
         self.reads = threading.Lock()
         self.is_over = threading.Event()
         self._paying = threading.Lock()
         self._paid_until = 0.0
+        self._open = set[socket.socket]()
         self._free = threading.BoundedSemaphore(_CONNECTIONS)
         self._context = copy_context()
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         self.spent(_CONNECTION_S)
         self.pace()
-        return self._free.acquire(timeout=0.5)  # others wait in the backlog; those that wait too long are closed
+        if is_free := self._free.acquire(timeout=0.5):  # others wait in the backlog; the last of them are closed
+            self._open.add(request)
+        return is_free
 
     def spent(self, cpu_s: float) -> None:
         """Count processor time of this host that the program has caused."""
@@ -261,15 +284,22 @@ class _Gateway(ThreadingHTTPServer):
         try:
             self._context.copy().run(super().process_request_thread, request, client_address)
         finally:
+            self._open.discard(request)
             self._free.release()
+
+    def hang_up(self) -> None:
+        """End the connections, so that no more is answered."""
+        for request in tuple(self._open):
+            with suppress(OSError):
+                request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         _log.debug("a box's connection failed", exc_info=True)
 
 
 @contextmanager
-def _answering(box: Box, episode: "_Episode") -> Iterator[None]:
-    gateway = _Gateway(box, episode)
+def _answering(listening: socket.socket, episode: "_Episode | _Knock", prefix: str = "") -> Iterator[None]:
+    gateway = _Gateway(listening, episode, prefix)
     thread = threading.Thread(target=gateway.serve_forever, args=(0.1,), name="gateway", daemon=True)
     thread.start()
     try:
@@ -278,12 +308,27 @@ def _answering(box: Box, episode: "_Episode") -> Iterator[None]:
         gateway.is_over.set()
         gateway.shutdown()
         thread.join()
+        gateway.hang_up()
+
+
+@contextmanager
+def _answering_at(host: str, episode: "_Episode | _Knock") -> Iterator[str]:
+    """Answer at an address of this machine. Returns the URL, which holds a secret, as others may reach the port."""
+    family, prefix = (socket.AF_INET6 if ":" in host else socket.AF_INET), f"/{secrets.token_urlsafe(24)}"
+    with socket.create_server((host, 0), family=family) as listening, _answering(listening, episode, prefix):
+        named = f"[{host}]" if ":" in host else host
+        yield f"http://{named}:{listening.getsockname()[1]}{prefix}"
 
 
 class _Asking(BaseHTTPRequestHandler):
     server: _Gateway
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
+
+    def setup(self) -> None:
+        if self.server.prefix:  # others than the env server may hold connections
+            self.request.settimeout(_IDLE_S)
+        super().setup()
 
     def handle_one_request(self) -> None:
         self.server.pace()
@@ -327,7 +372,7 @@ class _Asking(BaseHTTPRequestHandler):
     def _answer(self, chat: ChatRequest, form: ResponseRequest | MessagesRequest | None) -> None:
         """Answer a chat. `form`: the request of another API that it was made of."""
         with named(form.NAMES if form is not None else {}):
-            answer = self.server.episode.ask(chat)
+            answer = self.server.episode.ask(chat, self.headers.get("X-Session-ID", "")[:64])
         unused = overridden(chat) + [name for name in ("logprobs", "top_logprobs") if getattr(chat, name) is not None]
         unused += form.unused if form is not None else []
         headers = {UNUSED: unused_names(unused)} if unused else {}
@@ -340,7 +385,11 @@ class _Asking(BaseHTTPRequestHandler):
             self._send(HTTPStatus.OK, whole.model_dump_json().encode(), headers)
 
     def _path(self) -> str:
-        return self.path.partition("?")[0].removeprefix("/v1")
+        """Return the path below the episode's address; an empty one if it is not below it."""
+        path, prefix = self.path.partition("?")[0], self.server.prefix
+        if not hmac.compare_digest(path[: len(prefix)].encode(), prefix.encode()):
+            return ""
+        return path[len(prefix) :].removeprefix("/v1")
 
     def _body(self) -> Any:
         length = self.headers.get("Content-Length", "")
@@ -395,14 +444,35 @@ class _TooLong(InvalidInput):
     """A conversation leaves no room for an answer."""
 
 
+class _Knock(Exception):
+    """Stands for an episode before a run: it answers nothing, and ends the server's with the first question."""
+
+    is_asked = is_slowed = False
+
+    def check(self) -> None:
+        stop_if_cancelled()
+        if self.is_asked:
+            raise self
+
+    def ask(self, *asked: object) -> NoReturn:
+        self.is_asked = True
+        raise InvalidInput("nothing is answered before the run begins")
+
+    count = ask
+
+    def count_refusal(self, reason: str) -> None:
+        """Nothing is shown of this."""
+
+
 # --- The episode ---
 
 
 @dataclass
 class _Turn:
-    """A question that counts, and its answer."""
+    """A question that counts, and its answer. `sessions`: who asked it."""
 
     number: int
+    sessions: set[str]
     prompt: Prompt
     completion: Completion
 
@@ -431,6 +501,7 @@ class _Episode:
     turns: list[_Turn] = field(default_factory=list)
     _answers: dict[str, Future[ChatCompletion]] = field(default_factory=dict)
     _before: dict[str, AnswerRecord] = field(default_factory=dict)
+    _sessions: dict[str, set[str]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _num_asked: int = 0
     _num_side: int = 0
@@ -463,7 +534,7 @@ class _Episode:
     def count(self, asked: ChatRequest) -> int:
         return len(self._prompt(asked).ids)
 
-    def ask(self, asked: ChatRequest) -> ChatCompletion:
+    def ask(self, asked: ChatRequest, session: str) -> ChatCompletion:
         """Answer a question, or give the answer that it had. Raises InvalidInput: it cannot be answered."""
         if asked.n not in (None, 1):
             raise InvalidInput("an episode continues from one answer: leave n out", "n")
@@ -480,6 +551,9 @@ class _Episode:
             if (known := self._answers.get(digest)) is None:
                 number = self._counted(is_side)
                 mine = self._answers[digest] = Future()
+            sessions = self._sessions.setdefault(digest, set())
+            if len(sessions) < _CONNECTIONS:
+                sessions.add(session)
         if known is not None:
             return known.result()
         try:
@@ -521,7 +595,7 @@ class _Episode:
             self.player.record(stored, digest, completion)
         answer, record = answer_of(prompt, completion, digest[:24], self.player.model)
         with self._lock:
-            self.turns.append(_Turn(number, prompt, completion))
+            self.turns.append(_Turn(number, self._sessions[digest], prompt, completion))
             self._before[prompt.conversation(answer)] = record
         finish = "length" if completion.was_cut_off else "tool_calls" if answer.tool_calls else "stop"
         choice = {"index": 0, "message": answer, "finish_reason": finish, "stop_reason": completion.stop_reason}
@@ -547,13 +621,17 @@ class _Episode:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What is left of an episode: how the program ended, the reward, and what is wrong with it."""
+    """What is left of an episode: how the program ended, the reward, and what is wrong with it.
+
+    `end`: how the episode ended, if a server has told it.
+    """
 
     ran: Ran
     output: str
     reward: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     error: str | None = None
+    end: EndReason | None = None
 
 
 def play(player: Player, group: int, member: int, prompt: PromptRow) -> Played:
@@ -565,7 +643,11 @@ def play(player: Player, group: int, member: int, prompt: PromptRow) -> Played:
     """
     agent, settings = player.plan.agent, player.host.settings.agents
     assert agent is not None
-    task = Task.of(prompt, player.sources[prompt.source], agent)
+    run: Callable[[_Episode], _Outcome]
+    if agent.server is not None:
+        run = partial(_run_at_server, player.host.settings, agent.server, _task_data(prompt, agent))
+    else:
+        run = partial(_run, settings, agent, Task.of(prompt, player.sources[prompt.source], agent))
     num_turns = 2 * agent.max_turns  # the records of an attempt that was killed, and of another that goes another way
     first = (group * player.how.group_size + member) * num_turns
     numbers = range(first, first + num_turns)
@@ -574,17 +656,22 @@ def play(player: Player, group: int, member: int, prompt: PromptRow) -> Played:
         for tries_left in reversed(range(_TRIES)):
             episode = _Episode(player, writer, agent, prompt.place, (group, member), numbers)
             try:
-                outcome = _run(settings, agent, task, episode)
+                outcome = run(episode)
             except BoxLost as error:
                 if not tries_left:
                     raise InvalidInput(f"the box of an agent was lost {_TRIES} times: {error}", _PLACE) from error
                 _log.warning("%s: an agent's box was lost, and is opened anew: %s", prompt.place, error)
                 player = replace(player, known=player.turns.known())
                 continue
-            if episode.turns:
+            if outcome.end is not None and outcome.error is not None and tries_left:
+                _log.warning("%s: an env server's episode is begun anew: %s", prompt.place, outcome.error)
+                pause(_AGAIN_S)
+                player = replace(player, known=player.turns.known())
+            elif episode.turns:
                 return _ended(player, episode, outcome)
-        how = f"ended with {outcome.ran.code}, and printed: {outcome.output or 'nothing'}"
-        raise InvalidInput(f"the program asked the policy nothing, {how} ({prompt.place})", f"{_PLACE}.command")
+        place = f"{_PLACE}.{'command' if agent.server is None else 'server'}"
+        how = outcome.error or f"ended with {outcome.ran.code}, and printed: {outcome.output or 'nothing'}"
+        raise InvalidInput(f"the program asked the policy nothing, {how} ({prompt.place})", place)
 
 
 @contextmanager
@@ -623,9 +710,10 @@ def _forget_one(counts: Counter[str], run: str) -> None:
 
 def _run(settings: AgentSettings, agent: Agent, task: Task, episode: _Episode) -> _Outcome:
     """Run the program in a box, and then its verifier. Raises BoxLost, and what `_Episode.check` does."""
+    assert agent.command is not None
     variables = agent_variables(f"http://127.0.0.1:{PORT}", MODEL) | {"MODEL": MODEL, "PROMPT": task.instruction}
     with _opened(settings, task, episode.check) as box:
-        with _answering(box, episode):
+        with _answering(box.listening, episode):
             ran = box.run(agent.command, {**task.variables, **variables}, task.folder, _OUTPUT, task.time_s)
             episode.check()
         output = _tail(box, _OUTPUT)
@@ -646,6 +734,33 @@ def _run(settings: AgentSettings, agent: Agent, task: Task, episode: _Episode) -
                 pause(0.2)
         left = outcome.error or f"the verifier left no {_REWARD}.txt or .json, and ended with {checked.code}"
         return _Outcome(ran, outcome.output, error=left)
+
+
+def _run_at_server(settings: Settings, name: str, task_data: Mapping[str, Any], episode: _Episode) -> _Outcome:
+    """Have an env server play the episode. Raises what `_Episode.check` does; InvalidInput: the server is away."""
+    told = _told_by_server(settings, name, task_data, episode)
+    episode.check()
+    if told.trace is not None:  # without those of other seats, and of attempts that the server gave up
+        episode.turns = [turn for turn in episode.turns if told.trace in turn.sessions]
+    end = episode.refused if told.end == "completed" and episode.refused is not None else told.end
+    if told.is_refused and episode.refused is not None:  # the policy's doing, and nothing was earned
+        return _Outcome(Ran(0), told.error or "", 0.0, told.metrics, end=episode.refused)
+    return _Outcome(Ran(0), "", told.reward, told.metrics, told.error, end)
+
+
+def _told_by_server(settings: Settings, name: str, task_data: Mapping[str, Any], episode: _Episode | _Knock) -> Verdict:
+    with EnvServer(settings, name, episode.check) as server, _answering_at(server.asks_at, episode) as url:
+        return server.play(task_data, f"{url}/v1", MODEL)
+
+
+def check_server(settings: Settings, agent: Agent, name: str, prompt: PromptRow) -> None:
+    """Have the server begin the first row's episode, until it asks. Raises InvalidInput: it does not."""
+    knock = _Knock()
+    with suppress(_Knock):
+        error = _told_by_server(settings, name, _task_data(prompt, agent), knock).error
+        if not knock.is_asked:
+            rule = f"env server {name} asked the policy nothing: {error} ({prompt.place})"
+            raise InvalidInput(rule, f"{_PLACE}.server")
 
 
 def _tail(box: Box, path: str) -> str:
@@ -698,7 +813,9 @@ def _ended(player: Player, episode: _Episode, outcome: _Outcome) -> Played:
         transcript.take(turn.prompt, turn.completion)
     ran, error = outcome.ran, outcome.error
     end: EndReason = "completed"
-    if error is not None:
+    if outcome.end is not None:
+        end = outcome.end
+    elif error is not None:
         end = "verifier_broke"
     elif ran.limit == "time":
         end = "time_limit"
@@ -750,6 +867,9 @@ class CheckEnvironment(OnHost):
         with PromptsFile(folder) as prompts, closing(ChatPrompts(self._host)) as rendering:
             prompt = prompts[0]
             source = sources_of(folder, plan.source)[prompt.source]
+            if plan.agent is not None and plan.agent.server is not None:
+                check_server(settings, plan.agent, plan.agent.server, prompt)
+                return
             if plan.agent is not None:
                 check_agent(settings.agents, plan.agent, prompt, source)
                 return

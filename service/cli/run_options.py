@@ -68,6 +68,7 @@ _FIRST = (
         "rollouts.grader",
         "rollouts.environment.source",
         "rollouts.agent.command",
+        "rollouts.agent.server",
         "teacher",
         "algorithm",
         "objective",
