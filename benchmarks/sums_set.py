@@ -14,23 +14,23 @@ from verifiers.v1.runtimes import ProgramResult  # type: ignore[import-not-found
 TRIES = 3
 
 
-class Sum(vf.TaskData):  # type: ignore[misc]
+class Sum(vf.TaskData):
     answer: str
 
 
-class SumTask(vf.Task[Sum]):  # type: ignore[misc]
-    @vf.reward  # type: ignore[untyped-decorator]
+class SumTask(vf.Task[Sum]):
+    @vf.reward
     async def right(self, trace: vf.Trace) -> float:
         said = [str(node.message.content).strip() for node in trace.nodes if node.message.role == "assistant"]
         return 1.0 - said.index(self.data.answer) / TRIES if self.data.answer in said else 0.0
 
 
-class Sums(vf.Taskset[SumTask]):  # type: ignore[misc]
+class Sums(vf.Taskset[SumTask]):
     def load(self) -> Iterator[SumTask]:
         yield SumTask(Sum(prompt="2 + 2 =", answer="4"))
 
 
-class Asks(vf.Harness[HarnessConfig]):  # type: ignore[misc]
+class Asks(vf.Harness[HarnessConfig]):
     EXECUTES_CODE = NEEDS_CONTAINER = False
 
     async def launch(
