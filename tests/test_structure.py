@@ -158,24 +158,24 @@ LINES_OF_ROOMS = {
     "activities": 1_130,
     "activities/formats": 1_510,
     "activities/grading": 1_080,
-    "activities/hosts": 2_950,
+    "activities/hosts": 2_960,
     "activities/models": 1_020,
     "activities/publishing": 920,
-    "activities/sampling": 4_500,  # with agents of runs, also at env servers, and prompts that are carried over
+    "activities/sampling": 4_620,  # with agents of runs, also at env servers, and prompts that are carried over
     "activities/sandbox": 1_920,  # with the boxes of agents, and their priority
     "activities/sources": 1_240,
     "activities/tokenizing": 3_040,
     "activities/tracking": 580,
     "activities/trajectories": 1_530,
-    "longshore": 7_920,  # local.py has an order of steps, as a workflow has; harbor.py reads its tasks
-    "megatron_worker": 6_045,  # layers.py is the Megatron engine's and the sampler's
+    "longshore": 7_940,  # local.py has an order of steps, as a workflow has; harbor.py reads its tasks
+    "megatron_worker": 6_060,  # layers.py is the Megatron engine's and the sampler's
     "megatron_worker/fsdp": 1_060,
     "megatron_worker/head": 1_500,
     "megatron_worker/losses": 860,
     "megatron_worker/megatron": 1_930,
     "megatron_worker/mixers": 940,
     "megatron_worker/process": 900,
-    "megatron_worker/sampler": 3_760,  # with versions of the tokens that a vLLM draws
+    "megatron_worker/sampler": 3_775,  # with versions of the tokens that a vLLM draws
     "megatron_worker/tensors": 1_450,
     "megatron_worker/trainer_rank": 940,
     "megatron_worker/training": 930,
@@ -188,7 +188,7 @@ LINES_OF_ROOMS = {
     "service/database": 530,  # with records that are read once for many requests
     "service/host_http": 960,
     "service/inference": 1_960,
-    "service/runs": 2_540,  # with the line of requests that wait for results
+    "service/runs": 2_560,  # with the line of requests that wait for results
     "shared": 1_700,
     "shared/chat": 2_560,  # with the requests of Responses and Messages
     "shared/families": 2_660,  # two families and a kind of layer more than 2,450
