@@ -1,10 +1,10 @@
 """Plays episodes whose agent is a user's program. It asks the policy by itself, from a box, or from an env server.
 
 The host answers on the loopback of the box, as OpenAI's and Anthropic's APIs do (`_Gateway`). A server asks at a secret
-path below a port of the host (activities/sampling/env_servers.py). The ids that were drawn
-are trained. Each answer is in the store before the program sees it. After a kill the program is started afresh, and
-gets the recorded answers to the questions that it asks again; from its first other question on it is another episode.
-The same question has one answer, which its digest and the run's seed determine.
+path below a port of the host (activities/sampling/env_servers.py). The ids that were drawn are trained. Each answer is
+in the store before the program sees it. After a kill the program is started afresh, and gets the recorded answers to
+the questions that it asks again; from its first other question on it is another episode. The same question has one
+answer, which its digest and the run's seed determine.
 """
 
 import base64
