@@ -21,7 +21,7 @@ from typing import Protocol
 from weakref import WeakSet
 
 from activities.sandbox.calls import Server
-from activities.sandbox.kernel import read_frame, write_frame
+from activities.sandbox.kernel import lower_priority, read_frame, write_frame
 from shared.programs import SAMPLER_MODULES, TRAINER_MODULES
 
 _IMPORTS = {
@@ -76,7 +76,7 @@ def start(command: Sequence[str], environment: Mapping[str, str], stdout: int, s
         command, env=environment, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, start_new_session=True
     )
     with suppress(OSError):  # it has ended
-        os.setpriority(os.PRIO_PROCESS, program.pid, _NICENESS)
+        lower_priority(program.pid, _NICENESS)
     return program
 
 
