@@ -32,7 +32,8 @@ export function Samples({ metrics, none }) {
   const steps = stepsWithSamples(metrics), isRl = metrics.kind === "rl", step = chosen ?? steps.at(-1);
   useEffect(() => {
     if (step === undefined || texts.current.has(step)) return;
-    const path = `/runs/${metrics.runId}/steps/${step}`, names = Object.keys(metrics.evaluations.get(step)?.drawn ?? {});
+    const path = `/runs/${metrics.runId}/steps/${step}`;
+    const names = Object.keys(metrics.evaluations.get(step)?.drawn ?? {});
     const read = isRl ? get(`${path}/rollouts`).then((groups) => groups.map(group))
       : Promise.all(names.map((of) => get(`${path}/samples?of=${of}&limit=16`).then((found) => found.map(graded))));
     const asked = read.then(
