@@ -34,6 +34,7 @@ from shared.families.model_slices import shape_of
 from shared.log_lines import escape_output
 from shared.models.end_tokens import GENERATION
 from shared.storage.files import reachable, write_atomically
+from shared.storage.host_states import has_gpus
 
 _SOCKET = "vllm.sock"
 _INSIDE = Path(__file__).parent / "inside_vllm"
@@ -86,6 +87,8 @@ def command_of(options: argparse.Namespace, folder: str) -> list[str]:
         *("--generation-config", folder if options.end_ids else "vllm", "--logprobs-mode", "processed_logprobs"),
         *("--middleware", "longshore_weights.Gate", "--worker-extension-cls", "longshore_weights.Weights"),
         *("--api-server-count", "1"),  # each would admit requests independently
+        # Of a prompt that is read in pieces, vLLM 0.32 sets back the seed's generator, which torch cannot do on CPUs.
+        *(() if has_gpus() else ("--no-enable-chunked-prefill",)),
         *("--no-trust-remote-code", "--disable-fastapi-docs", "--disable-uvicorn-access-log"),
         *(_lora_options(options) if options.max_lora_rank else ()),
         *(("--enable-return-routed-experts",) if tells_routes(options) else ()),

@@ -173,7 +173,7 @@ def is_bf16_fast(proc: Path = Path("/proc")) -> bool:
     """Return True if workers on this machine multiply bfloat16 fast: on CUDA of a compute capability of 8 or more, else
     on a CPU with instructions for it. Nothing is timed, so that a busy machine gives the same answer.
     """
-    if not _has_gpus(proc):
+    if not has_gpus(proc):
         info = proc / "cpuinfo"
         return info.exists() and has_fast_bf16(info.read_text())
     return min(_asked("compute_cap"), default=0.0) >= _BF16_CAPABILITY  # else float32 is slower, and never wrong
@@ -181,13 +181,13 @@ def is_bf16_fast(proc: Path = Path("/proc")) -> bool:
 
 def devices_here(cpu_bytes: int, proc: Path = Path("/proc")) -> Devices | None:
     """Return this machine's devices; None if that is unknown. `cpu_bytes`: the memory of a CPU."""
-    if not _has_gpus(proc):
+    if not has_gpus(proc):
         return Devices(number=1, num_bytes=cpu_bytes)
     sizes = _asked("memory.total")
     return Devices(number=len(sizes), num_bytes=int(min(sizes)) << 20) if sizes else None
 
 
-def _has_gpus(proc: Path) -> bool:
+def has_gpus(proc: Path = Path("/proc")) -> bool:
     """Return True if workers on this machine use CUDA devices."""
     is_off = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or _is_torch_for_cpu()
     return any((proc / "driver" / "nvidia" / "gpus").glob("*")) and not is_off
