@@ -139,7 +139,7 @@ class Succeeded(_Event):
     """All steps are done, or `early_stop` has ended them. `best`: the evaluation whose weights are published.
 
     `awaits_grades`: not all are done, as samplers are to answer held-out prompts with the weights of this step; the
-    run's next job goes on with what they found.
+    run's next job continues with what they found.
     """
 
     event: Literal["succeeded"] = "succeeded"

@@ -172,9 +172,9 @@ class DatasetTraining:
         self._run.show(state="succeeded", phase="done")
 
     async def _done(self, plan: JobPlan) -> JobResult:
-        """Do the run's job; if it ends for held-out prompts to be evaluated, evaluate them, and go on with the rest.
+        """Do the run's job; if it ends for held-out prompts to be evaluated, evaluate them, and continue with the rest.
 
-        The weights before the first step need no worker. A run that goes on finds out from its newest checkpoint which
+        The weights before the first step need no worker. A resumed run finds out from its newest checkpoint which
         evaluation is next: its samples are in the store, if it was made before.
         """
         if self._held_out is not None and not self._start.resumed:

@@ -525,7 +525,7 @@ class _Episode:
 
     @property
     def notes(self) -> list[str]:
-        """What the user is told of the program's questions, below what it has printed."""
+        """Notes for the user on the program's questions, shown below its output."""
         with self._lock:  # a request may still be under way
             told = [f"{num:,} requests were refused: {reason}" for reason, num in sorted(self._refusals.items())]
         slowed = "its requests took more than their share of the host's processor, and had to wait"

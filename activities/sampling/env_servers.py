@@ -29,7 +29,7 @@ PLACE = "rollouts.agent.server"
 _MESSAGE_BYTES, _QUEUED = 8 << 20, 4  # of a message of the server, and how many of one episode wait for us
 _TRACES, _TEXT = 64, 2000
 _LOOK_EVERY_MS, _AGAIN_S = 200, 1.0
-_CANCEL_MS = 1000  # in which a request to cancel may leave, after its socket was closed
+_CANCEL_MS = 1000  # that a request to cancel has to leave, after its socket was closed
 _KEY_VARIABLE = "LONGSHORE_EPISODE_KEY"  # of the server, which has none: the address is the key
 _ODD = "it sent what env servers do not"
 _reading = threading.Lock()  # messages are read one at a time, as their objects are many times their bytes
@@ -230,7 +230,7 @@ class EnvServer:
 
 
 def _read(kind: bytes, told: Any, traces: dict[str, dict[str, Any]]) -> Verdict | None:
-    """Return the verdict of a reply; None: it is a delta, of which the traces keep what `_Trace` has."""
+    """Return the verdict of a reply; None: it is a delta; the traces keep its fields that `_Trace` has."""
     if kind == b"reply":
         return _verdict(_Reply.model_validate(told), traces)
     delta = _Delta.model_validate(told)

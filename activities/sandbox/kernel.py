@@ -376,7 +376,7 @@ def filter_calls(denied: _Numbers, threads: bool, programs: bool = False) -> Non
     libc_result(libc.prctl(PR_SET_SECCOMP, 2, ctypes.byref(program), 0, 0), "seccomp")
 
 
-# --- Priorities: what untrusted programs compute waits for what others do ---
+# --- Priorities: untrusted programs compute after all others ---
 
 
 def lower_priority(leader: int, niceness: int) -> None:

@@ -87,7 +87,7 @@ def command_of(options: argparse.Namespace, folder: str) -> list[str]:
         *("--generation-config", folder if options.end_ids else "vllm", "--logprobs-mode", "processed_logprobs"),
         *("--middleware", "longshore_weights.Gate", "--worker-extension-cls", "longshore_weights.Weights"),
         *("--api-server-count", "1"),  # each would admit requests independently
-        # Of a prompt that is read in pieces, vLLM 0.32 sets back the seed's generator, which torch cannot do on CPUs.
+        # If vLLM 0.32 reads a seeded prompt in pieces, it sets its generator back, which torch cannot do on CPUs.
         *(() if has_gpus() else ("--no-enable-chunked-prefill",)),
         *("--no-trust-remote-code", "--disable-fastapi-docs", "--disable-uvicorn-access-log"),
         *(_lora_options(options) if options.max_lora_rank else ()),

@@ -568,7 +568,7 @@ class HeldOutEvaluations:
 
     @property
     def probe(self) -> tuple[int, ...]:
-        """Token ids by which a sampler proves that it has a checkpoint's weights."""
+        """Token ids whose scores prove that a sampler has a checkpoint's weights."""
         return self._source.data.probe if self._source is not None else ()
 
     async def evaluate(

@@ -82,7 +82,7 @@ def dataset_job(
 ) -> JobPlan:
     """The one job of a run on a dataset. The same run gives the same plan, however often it is leased.
 
-    `probe`: token ids by which samplers prove that they have the job's weights, if they answer held-out prompts.
+    `probe`: token ids whose scores prove that samplers have the job's weights, if they answer held-out prompts.
     """
     run, early_stop = start.run, start.run.early_stop
     return JobPlan(

@@ -210,7 +210,7 @@ class Gate:
         await _answer(send, 200, {"message": f"{name} is version {version}"})
 
     async def _replace(self, state: Any, name: str, folder: Path, version: int | None = None) -> None:
-        """Replace the weights. If they are a newer version of those of this name, samples in progress go on."""
+        """Replace the weights. If they are a newer version of those of this name, samples in progress continue."""
         served = state.openai_serving_models.base_model_paths
         if state.args.enable_lora:
             raise Refused(400, "this server is one for adapters: its weights stay as they are")
