@@ -774,7 +774,8 @@ class RewardRun(_DatasetRun):
         if self.trainable.head != self.head:
             raise ValueError(f"trainable.head: objective and score_fields say it ({self.head}): drop it")
         if self.num_samples or self.rollouts is not None:
-            raise ValueError("num_samples and rollouts: a head of scalars writes no text: drop them")
+            field = "num_samples" if self.num_samples else "rollouts"
+            raise ValueError(f"{field}: a head of scalars writes no text: drop it")
         if self.score_fields is not None and (self.reads_pairs or self.per_turn or "labels" in self.score_fields):
             raise ValueError("score_fields are of squared_error without per_turn, which reads `labels`: drop them")
         if self.reads_pairs and self.per_turn:
