@@ -81,6 +81,7 @@ def _strings(value: JsonValue, place: str = "") -> Iterator[tuple[str, str]]:
 WINDOW_S = 30 * 86_400
 _BELIEVED_S = 900.0  # a reservation of a process that died
 _RENEWED_S = 300.0
+_PATIENCE_S, _POLL_S = 10.0, 0.1  # of the first of several reservations
 _STEP_BYTES = 1 << 20
 _FILE_ROW_BYTES = 512
 QUERIES, PARTS, _RESERVED = "queries", "parts", "reserved"
@@ -428,12 +429,15 @@ class Reservation:
         self._quotas = quotas
         self._tenant = tenant
         self._is_limited = is_limited
-        self._key = tenant, _RESERVED, uuid.uuid4().hex
+        self._key = tenant, _RESERVED, f"{time.time_ns():020d}-{uuid.uuid4().hex}"  # the first one's is the smallest
         self._num_bytes = 0
         self._renew_at = 0.0
 
     async def hold(self, num_bytes: int, *, grows: bool = False) -> None:
         """Reserve `num_bytes` in all. For a body that grows, a quarter more is reserved if the quota allows it.
+
+        If bodies that come at once exceed the quota together, the first of them waits until others are refused: none
+        would be taken if all were refused in the middle.
 
         Raises QuotaExceeded: then an earlier reservation does not change.
         """
@@ -441,23 +445,38 @@ class Reservation:
             return
         if grows and num_bytes > _STEP_BYTES:
             with suppress(QuotaExceeded):
-                await self._reserve(num_bytes + num_bytes // 4)
+                if await self._reserve(num_bytes + num_bytes // 4):
+                    return
+        until = time.monotonic() + _PATIENCE_S
+        while True:
+            if await self._reserve(num_bytes, is_patient=time.monotonic() < until):
                 return
-        await self._reserve(num_bytes)
+            await asyncio.sleep(_POLL_S)
 
-    async def _reserve(self, num_bytes: int) -> None:
-        def reserve(session: Session) -> None:
+    async def _reserve(self, num_bytes: int, *, is_patient: bool = True) -> bool:
+        """Return True if it is reserved; False if it may be later, as this is the first of several reservations."""
+
+        def reserve(session: Session) -> bool:
             lock_tenant(session, self._tenant)
             session.execute(delete(StoredRow).where(StoredRow.expires_at < now))  # of processes that died
             row = session.get(StoredRow, self._key)
-            self._quotas.check_bytes(session, self._tenant, num_bytes - (row.num_bytes if row else 0))
+            try:
+                self._quotas.check_bytes(session, self._tenant, num_bytes - (row.num_bytes if row else 0))
+            except QuotaExceeded:
+                own = (StoredRow.tenant == self._tenant, StoredRow.owner == _RESERVED, StoredRow.what != self._key[2])
+                first = session.scalars(select(func.min(StoredRow.what)).where(*own)).one()
+                if first is None or first < self._key[2] or not is_patient:
+                    raise
+                return False
             held = StoredRow(**dict(zip(("tenant", "owner", "what"), self._key, strict=True)))
             held.num_bytes, held.at, held.expires_at = num_bytes, now, now + _BELIEVED_S
             session.merge(held)
+            return True
 
         now = time.time()
-        await self._database.writing(reserve)
-        self._num_bytes, self._renew_at = num_bytes, now + _RENEWED_S
+        if is_reserved := await self._database.writing(reserve):
+            self._num_bytes, self._renew_at = num_bytes, now + _RENEWED_S
+        return is_reserved
 
     def settle(self, session: Session) -> None:
         """Release the reservation, in the transaction that notes what was written."""

@@ -237,6 +237,7 @@ def test_a_lost_sandbox_costs_one_sample(server: Server) -> None:
                 process.kill()
         with pytest.raises(NotGraded, match=r"the sandbox ended|killed by signal 9"):
             waiting.result()
+    wait_until(lambda: not launcher.is_running() or launcher.status() == psutil.STATUS_ZOMBIE, "its launcher's end")
     assert sandbox.grade({}, {"s": 0}) == 2.0
 
 
