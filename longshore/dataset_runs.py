@@ -773,9 +773,10 @@ class RewardRun(_DatasetRun):
     def _trains_the_language_head(self) -> Self:
         if self.trainable.head != self.head:
             raise ValueError(f"trainable.head: objective and score_fields say it ({self.head}): drop it")
-        if self.num_samples or self.rollouts is not None:
-            field = "num_samples" if self.num_samples else "rollouts"
-            raise ValueError(f"{field}: a head of scalars writes no text: drop it")
+        if self.num_samples:
+            raise ValueError("num_samples: a head of scalars writes no text: drop it")
+        if self.rollouts is not None:
+            raise ValueError("rollouts: a head of scalars writes no text: drop them")
         if self.score_fields is not None and (self.reads_pairs or self.per_turn or "labels" in self.score_fields):
             raise ValueError("score_fields are of squared_error without per_turn, which reads `labels`: drop them")
         if self.reads_pairs and self.per_turn:

@@ -181,7 +181,7 @@ LINES_OF_ROOMS = {
     "megatron_worker/training": 930,
     "megatron_worker/weight_sync": 2_110,  # with a trace of each rank
     "service": 4_160,
-    "service/accounts": 1_260,
+    "service/accounts": 1_290,  # with the order of reservations
     "service/apis": 7_790,
     "service/automation": 1_780,
     "service/cli": 4_980,
